@@ -1,0 +1,122 @@
+"""The draft tree: which tokens are verified together, and who follows whom.
+
+A tree is a tuple of parents, parents first. Node 0 is the root, the last committed token; every other node is one
+drafted token. `chain(3) == Tree((-1, 0, 1, 2))`, and plain decoding is `Tree((-1,))`. Everything else (depths, levels,
+ancestor masks) is derived here, once. No tensors live here.
+
+Invariant: `parents[i] < i` for every i > 0, and at most 64 nodes, so that an ancestor set fits one signed 64-bit word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+MAX_NODES = 64
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A static draft tree.
+
+    Args:
+        parents: parent of each node; -1 for the root, which is node 0.
+
+    Raises:
+        ValueError: the tuple is empty, does not start with -1, has a forward or missing parent, or over 64 nodes.
+    """
+
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parents or self.parents[0] != -1:
+            raise ValueError(f"tree: the first parent must be -1 (the root), got {self.parents[:4]}")
+        if len(self.parents) > MAX_NODES:
+            raise ValueError(f"tree: at most {MAX_NODES} nodes (the root included), got {len(self.parents)}")
+        for node, parent in enumerate(self.parents[1:], start=1):
+            if not 0 <= parent < node:
+                raise ValueError(f"tree: node {node} has parent {parent}; parents must come first and exist")
+
+    @property
+    def nodes(self) -> int:
+        """N, the number of nodes, the root included."""
+        return len(self.parents)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Depth of each node; the root has depth 0."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @property
+    def depth(self) -> int:
+        """D, the depth of the deepest node: a step emits at most D + 1 tokens."""
+        return max(self.depths)
+
+    @cached_property
+    def ancestors(self) -> tuple[int, ...]:
+        """For each node, the set of its ancestors and itself as bits of a signed 64-bit integer."""
+        sets = [1]
+        for node, parent in enumerate(self.parents[1:], start=1):
+            sets.append(sets[parent] | 1 << node)
+        return tuple(bits - (1 << 64) if bits >> 63 else bits for bits in sets)
+
+    @cached_property
+    def levels(self) -> tuple[tuple[int, ...], ...]:
+        """Nodes by depth: `levels[d]` are the nodes of depth d, in ascending order."""
+        levels: list[list[int]] = [[] for _ in range(self.depth + 1)]
+        for node, depth in enumerate(self.depths):
+            levels[depth].append(node)
+        return tuple(tuple(level) for level in levels)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Place of each node among its siblings (0 = the most likely); the root has rank 0."""
+        seen: dict[int, int] = {}
+        ranks = []
+        for parent in self.parents:
+            ranks.append(seen.get(parent, 0))
+            seen[parent] = ranks[-1] + 1
+        return tuple(ranks)
+
+    @property
+    def is_chain(self) -> bool:
+        """True when every node has at most one child."""
+        return self.parents == tuple(range(-1, self.nodes - 1))
+
+
+def chain(k: int) -> Tree:
+    """The tree of a linear draft of k tokens: `chain(2) == Tree((-1, 0, 1))`.
+
+    Raises:
+        ValueError: k is negative or over 63.
+    """
+    if not 0 <= k < MAX_NODES:
+        raise ValueError(f"num_speculative_tokens must be between 0 and {MAX_NODES - 1}, got {k}")
+    return Tree(tuple(range(-1, k)))
+
+
+def from_paths(paths: Sequence[Sequence[int]]) -> Tree:
+    """The tree whose nodes are the given rank paths, as Medusa and EAGLE publish them.
+
+    `[0]` is the best token after the root, `[0, 2]` the third best after it. Missing prefixes are an error, since
+    ranks say which candidate a node takes: `from_paths([[0], [1], [0, 0]]) == Tree((-1, 0, 0, 1))`.
+
+    Raises:
+        ValueError: a path is empty or repeated, or its parent or a better-ranked sibling is missing.
+    """
+    places: dict[tuple[int, ...], int] = {(): 0}
+    parents = [-1]
+    for path in sorted((tuple(p) for p in paths), key=lambda p: (len(p), p)):
+        if not path or path in places:
+            raise ValueError(f"tree: path {list(path)} is empty or given twice")
+        if path[:-1] not in places:
+            raise ValueError(f"tree: path {list(path)} has a gap: {list(path[:-1])} is not in the tree")
+        if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in places:
+            raise ValueError(f"tree: path {list(path)} skips rank {path[-1] - 1} of the same parent")
+        places[path] = len(parents)
+        parents.append(places[path[:-1]])
+    return Tree(tuple(parents))
