@@ -22,14 +22,24 @@ class Tree:
 
     Args:
         parents: parent of each node; -1 for the root, which is node 0.
+        ranks: which candidate of its parent each node takes (0 = the most likely). Left out, siblings take 0, 1, 2 in
+            order; published sparse trees may skip a rank, so they say it.
 
     Raises:
         ValueError: the tuple is empty, does not start with -1, has a forward or missing parent, or over 64 nodes.
     """
 
     parents: tuple[int, ...]
+    ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        self._check()
+        if not self.ranks:
+            object.__setattr__(self, "ranks", self._ranks_in_order())
+        if len(self.ranks) != len(self.parents):
+            raise ValueError(f"tree: {len(self.parents)} parents but {len(self.ranks)} ranks")
+
+    def _check(self) -> None:
         if not self.parents or self.parents[0] != -1:
             raise ValueError(f"tree: the first parent must be -1 (the root), got {self.parents[:4]}")
         if len(self.parents) > MAX_NODES:
@@ -72,9 +82,7 @@ class Tree:
             levels[depth].append(node)
         return tuple(tuple(level) for level in levels)
 
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        """Place of each node among its siblings (0 = the most likely); the root has rank 0."""
+    def _ranks_in_order(self) -> tuple[int, ...]:
         seen: dict[int, int] = {}
         ranks = []
         for parent in self.parents:
@@ -102,21 +110,20 @@ def chain(k: int) -> Tree:
 def from_paths(paths: Sequence[Sequence[int]]) -> Tree:
     """The tree whose nodes are the given rank paths, as Medusa and EAGLE publish them.
 
-    `[0]` is the best token after the root, `[0, 2]` the third best after it. Missing prefixes are an error, since
-    ranks say which candidate a node takes: `from_paths([[0], [1], [0, 0]]) == Tree((-1, 0, 0, 1))`.
+    `[0]` is the best token after the root, `[0, 2]` the third best after it:
+    `from_paths([[0], [1], [0, 2]]) == Tree((-1, 0, 0, 1), ranks=(0, 0, 1, 2))`.
 
     Raises:
-        ValueError: a path is empty or repeated, or its parent or a better-ranked sibling is missing.
+        ValueError: a path is empty, negative or repeated, or its own prefix is not in the tree.
     """
     places: dict[tuple[int, ...], int] = {(): 0}
-    parents = [-1]
+    parents, ranks = [-1], [0]
     for path in sorted((tuple(p) for p in paths), key=lambda p: (len(p), p)):
-        if not path or path in places:
-            raise ValueError(f"tree: path {list(path)} is empty or given twice")
+        if not path or path in places or min(path) < 0:
+            raise ValueError(f"tree: path {list(path)} is empty, negative or given twice")
         if path[:-1] not in places:
             raise ValueError(f"tree: path {list(path)} has a gap: {list(path[:-1])} is not in the tree")
-        if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in places:
-            raise ValueError(f"tree: path {list(path)} skips rank {path[-1] - 1} of the same parent")
         places[path] = len(parents)
         parents.append(places[path[:-1]])
-    return Tree(tuple(parents))
+        ranks.append(path[-1])
+    return Tree(tuple(parents), tuple(ranks))
