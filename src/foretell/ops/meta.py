@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -61,3 +62,20 @@ class RaggedRows:
 
 
 Meta = TreeRows | RaggedRows
+
+
+def flat_slots(blocks: Tensor, indices: Tensor, block_size: int, valid: Tensor) -> Tensor:
+    """Flat KV slots of key indices.
+
+    Args:
+        blocks: [B, M] int32, block table.
+        indices: [B, N] int64, key indices.
+        valid: [B, N] bool; rows that are False go to slot 0, in the null block.
+
+    Returns:
+        [B, N] int64.
+
+    Example: with block size 16 and the table [[5, 7]], key index 17 is slot 7 * 16 + 1 = 113.
+    """
+    block = blocks.gather(1, indices // block_size).to(torch.int64)
+    return torch.where(valid, block * block_size + indices % block_size, 0)

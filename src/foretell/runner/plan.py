@@ -15,12 +15,20 @@ class NewSlot:
     """A request that enters a slot with this step (for the first time, or again after a preemption)."""
 
     slot: int
-    tokens: tuple[int, ...]  # all committed tokens: the prompt, and after a preemption the output so far
+    tokens: tuple[
+        int, ...
+    ]  # all committed tokens: the prompt, and after a preemption the output so far
     prompt_length: int  # how many of them are the user's prompt
     limit: int  # total length at which the request ends: prompt_length + max_tokens, at most max_model_len
     params: SamplingParams
     seed: int
     cached: int = 0  # tokens whose KV a prefix-cache hit already holds
+    stop_ids: tuple[
+        int, ...
+    ] = ()  # tokens that end it: stop_token_ids, and the model's own unless ignore_eos
+    bad_words: tuple[
+        tuple[int, ...], ...
+    ] = ()  # token sequences that must not appear in the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +66,9 @@ class Plan:
     tree: int = 0  # index into the engine's trees; the tree the drafts of these slots are padded to
     next_tree: int = 0  # the tree to draft for the next step
     keys: int = 0
-    undrafted: frozenset[int] = field(default_factory=frozenset)  # slots that get no draft after this step
+    undrafted: frozenset[int] = field(
+        default_factory=frozenset
+    )  # slots that get no draft after this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +81,9 @@ class SlotResult:
     stop_token: int | None = None  # the stop token id that ended it, if one did
     drafted: int = 0  # draft tokens verified (the root is not one)
     accepted: int = 0  # how many of `tokens` were drafted
-    logprobs: tuple[dict[int, float], ...] | None = None  # per token: the chosen one first, then the top ones
+    logprobs: tuple[dict[int, float], ...] | None = (
+        None  # per token: the chosen one first, then the top ones
+    )
     prompt_logprobs: tuple[dict[int, float], ...] | None = None  # for the rows of this step's chunk
 
 

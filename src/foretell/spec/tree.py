@@ -41,12 +41,18 @@ class Tree:
 
     def _check(self) -> None:
         if not self.parents or self.parents[0] != -1:
-            raise ValueError(f"tree: the first parent must be -1 (the root), got {self.parents[:4]}")
+            raise ValueError(
+                f"tree: the first parent must be -1 (the root), got {self.parents[:4]}"
+            )
         if len(self.parents) > MAX_NODES:
-            raise ValueError(f"tree: at most {MAX_NODES} nodes (the root included), got {len(self.parents)}")
+            raise ValueError(
+                f"tree: at most {MAX_NODES} nodes (the root included), got {len(self.parents)}"
+            )
         for node, parent in enumerate(self.parents[1:], start=1):
             if not 0 <= parent < node:
-                raise ValueError(f"tree: node {node} has parent {parent}; parents must come first and exist")
+                raise ValueError(
+                    f"tree: node {node} has parent {parent}; parents must come first and exist"
+                )
 
     @property
     def nodes(self) -> int:
@@ -90,6 +96,14 @@ class Tree:
             seen[parent] = ranks[-1] + 1
         return tuple(ranks)
 
+    @cached_property
+    def spine(self) -> tuple[bool, ...]:
+        """Which nodes are the best candidate of the best candidate, and so on up to the root."""
+        spine = [True]
+        for parent, rank in zip(self.parents[1:], self.ranks[1:], strict=True):
+            spine.append(spine[parent] and rank == 0)
+        return tuple(spine)
+
     @property
     def is_chain(self) -> bool:
         """True when every node has at most one child."""
@@ -122,7 +136,9 @@ def from_paths(paths: Sequence[Sequence[int]]) -> Tree:
         if not path or path in places or min(path) < 0:
             raise ValueError(f"tree: path {list(path)} is empty, negative or given twice")
         if path[:-1] not in places:
-            raise ValueError(f"tree: path {list(path)} has a gap: {list(path[:-1])} is not in the tree")
+            raise ValueError(
+                f"tree: path {list(path)} has a gap: {list(path[:-1])} is not in the tree"
+            )
         places[path] = len(parents)
         parents.append(places[path[:-1]])
         ranks.append(path[-1])

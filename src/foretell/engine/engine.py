@@ -1,0 +1,187 @@
+"""Engine: the loop. plan(k), launch(k), collect what is ready, draft(k).
+
+The host runs a step behind the device where the device is asynchronous (collect(k - 1) happens while k runs) and not at
+all behind where it is not: the same four lines, since a ready ticket is collected at once. Not a place for decisions:
+who runs is the scheduler's, what happens is the runner's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from foretell.engine.request import Request
+from foretell.engine.scheduler import Scheduler
+from foretell.runner.outbox import Ticket
+from foretell.runner.plan import Plan, SlotResult
+from foretell.runner.runner import Runner
+from foretell.sampling_params import SamplingParams
+
+
+class Watcher(Protocol):
+    """Told what happened, for metrics."""
+
+    def added(self, request: Request) -> None:
+        """A request was queued."""
+        ...
+
+    def emitted(self, request: Request, result: SlotResult) -> None:
+        """A step brought something for a request; `request.finish` says whether it is over."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new of one request since the last call of `step`."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[dict[int, float], ...] | None = None  # per token: the chosen one first, then the top ones
+    prompt_logprobs: tuple[dict[int, float], ...] | None = None  # per prompt token from the second on
+    finish_reason: str | None = None  # "stop", "length", "error" or None
+    stop_reason: int | None = None  # the stop token id, where it is not the model's own end token
+    num_cached_tokens: int = 0
+    error: str | None = None
+    drafted: int = 0
+    accepted: int = 0
+
+
+class Engine:
+    """Runs requests to their end.
+
+    Args:
+        runner, scheduler: the device's side and the host's.
+        eos_token_ids: the model's own end tokens.
+        vocab_size: width of the target's logits.
+        max_stop_ids: how many stop ids a request may have, the model's own included.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        eos_token_ids: Sequence[int],
+        vocab_size: int,
+        max_stop_ids: int,
+        watcher: Watcher | None = None,
+    ) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.vocab_size = vocab_size
+        self.watcher = watcher
+        self._max_stop_ids = max_stop_ids
+        self._pending: deque[Ticket] = deque()
+
+    @property
+    def max_model_len(self) -> int:
+        """The context limit, prompt and output together."""
+        return self.scheduler.max_model_len
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        priority: int = 0,
+        bad_words: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Queue a request.
+
+        Args:
+            seed: the noise key; with the prompt and the parameters it determines the text.
+            priority: lower runs earlier, under priority scheduling.
+            bad_words: token sequences that must not appear in the output.
+
+        Raises:
+            ValueError: a token id is outside the vocabulary, the prompt is empty or over the limit, the id is in use,
+                or a parameter does not fit the model. Nothing is queued then.
+        """
+        wrong = next((t for t in prompt_token_ids if not 0 <= t < self.vocab_size), None)
+        if wrong is not None:
+            raise ValueError(
+                f"prompt_token_ids: token id {wrong} is out of range; the model's vocabulary has {self.vocab_size} ids"
+            )
+        params.check_vocabulary(self.vocab_size)
+        request = Request(
+            id=request_id,
+            prompt=tuple(prompt_token_ids),
+            params=params,
+            seed=seed,
+            priority=priority,
+            stop_ids=self._stop_ids(params),
+            bad_words=tuple(tuple(word) for word in bad_words),
+        )
+        self.scheduler.add(request)
+        if self.watcher is not None:
+            self.watcher.added(request)
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        own = () if params.ignore_eos else self.eos_token_ids
+        ids = tuple(dict.fromkeys((*own, *(params.stop_token_ids or ()))))
+        if len(ids) > self._max_stop_ids:
+            raise ValueError(
+                f"stop_token_ids: {len(ids)} stop ids with the model's own, at most {self._max_stop_ids} are supported; "
+                "use stop strings for the rest"
+            )
+        return ids
+
+    def abort(self, request_id: str) -> None:
+        """End a request; nothing more is heard of it. Unknown or finished ids are no error."""
+        self.scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        """Whether a request is unfinished or a step is in flight."""
+        return self.scheduler.unfinished
+
+    def step(self) -> list[Delta]:
+        """Advance every running request by one step and return what is new."""
+        plan = self.scheduler.plan()
+        deltas = [self._failed(request) for request in self.scheduler.take_failed()]
+        ended: set[int] = set()
+        if plan is not None:
+            self._pending.append(self.runner.launch(plan))
+        while self._pending and (plan is None or len(self._pending) > 1 or self._pending[0].ready()):
+            deltas += self._collect(self._pending.popleft(), ended)
+        if plan is not None:
+            self.runner.draft(plan, self._ended_in(plan, ended))
+        return deltas
+
+    def _ended_in(self, plan: Plan, ended: set[int]) -> frozenset[int]:
+        """Slots of this very plan whose request is known to be over, so that no draft is made for it."""
+        return frozenset() if self._pending else frozenset(ended)
+
+    def _collect(self, ticket: Ticket, ended: set[int]) -> list[Delta]:
+        deltas = []
+        ended.clear()
+        result = ticket.result()
+        ended.update(slot.slot for slot in result.slots if slot.finish is not None)
+        for request, slot in self.scheduler.collect(result):
+            if self.watcher is not None:
+                self.watcher.emitted(request, slot)
+            if slot.finish == "error":
+                self.runner.note_error()
+            deltas.append(self._delta(request, slot))
+        return deltas
+
+    def _delta(self, request: Request, slot: SlotResult) -> Delta:
+        stopped_by = slot.stop_token if slot.stop_token not in self.eos_token_ids else None
+        return Delta(
+            request_id=request.id,
+            token_ids=slot.tokens,
+            logprobs=slot.logprobs,
+            prompt_logprobs=slot.prompt_logprobs,
+            finish_reason=slot.finish,
+            stop_reason=stopped_by,
+            num_cached_tokens=request.counts.cached,
+            error=request.error,
+            drafted=slot.drafted,
+            accepted=slot.accepted,
+        )
+
+    def _failed(self, request: Request) -> Delta:
+        return Delta(request_id=request.id, finish_reason="error", error=request.error)

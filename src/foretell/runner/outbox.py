@@ -1,0 +1,120 @@
+"""Outbox: a step's news on its way to the host. Copies start at once; the host waits only when it must.
+
+On a GPU the copies go to pinned memory behind the step, and `ready` asks an event; on a CPU the news is there already.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretell.runner.plan import SlotResult, StepResult
+from foretell.runner.step import BROKEN, FULL, STOPPED, Outcome
+
+_REASONS = {STOPPED: "stop", FULL: "length", BROKEN: "error"}
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Host copies of one outcome."""
+
+    slots: tuple[int, ...]
+    numbers: Tensor  # [B, 4 + D + 1] int64: count, reason, drafted, accepted, then the tokens
+    logprobs: Tensor | None  # [B, D + 1, 1 + K] float32
+    logprob_ids: Tensor | None  # [B, D + 1, 1 + K] int64
+    wanted: tuple[int, ...]  # how many top log-probabilities each slot asked for, -1 = none
+
+
+@dataclass(frozen=True, slots=True)
+class PromptParcel:
+    """Host copies of a chunk's prompt log-probabilities: row j speaks of the prompt token after row j."""
+
+    slot: int
+    logprobs: Tensor  # [R, 1 + K] float32
+    ids: Tensor  # [R, 1 + K] int64
+
+
+class Ticket:
+    """The news of one launched step."""
+
+    def __init__(
+        self,
+        step: int,
+        parcels: list[Parcel],
+        prompts: list[PromptParcel],
+        event: torch.cuda.Event | None,
+    ):
+        self._step = step
+        self._parcels = parcels
+        self._prompts = prompts
+        self._event = event
+
+    def ready(self) -> bool:
+        """True when `result` would not wait."""
+        return self._event is None or self._event.query()
+
+    def result(self) -> StepResult:
+        """The step's results; waits for the device if it must."""
+        if self._event is not None:
+            self._event.synchronize()
+        prompts = {p.slot: _prompt_logprobs(p) for p in self._prompts}
+        results = []
+        for parcel in self._parcels:
+            results.extend(_open(parcel, prompts))
+        results.extend(SlotResult(slot=s, tokens=(), prompt_logprobs=p) for s, p in prompts.items())
+        return StepResult(step=self._step, slots=tuple(results))
+
+
+def pack(slots: tuple[int, ...], outcome: Outcome, wanted: tuple[int, ...]) -> Parcel:
+    """Start the copies of an outcome."""
+    head = torch.stack((outcome.count, outcome.reason, outcome.drafted, outcome.accepted), dim=1)
+    return Parcel(
+        slots=slots,
+        numbers=_to_host(torch.cat((head, outcome.tokens), dim=1)),
+        logprobs=None if outcome.logprobs is None else _to_host(outcome.logprobs),
+        logprob_ids=None if outcome.logprob_ids is None else _to_host(outcome.logprob_ids),
+        wanted=wanted,
+    )
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _open(parcel: Parcel, prompts: dict[int, tuple[dict[int, float], ...]]) -> list[SlotResult]:
+    results = []
+    for row, (slot, numbers) in enumerate(zip(parcel.slots, parcel.numbers.tolist(), strict=True)):
+        count, reason, drafted, accepted, *tokens = numbers
+        emitted = tuple(tokens[:count])
+        results.append(
+            SlotResult(
+                slot=slot,
+                tokens=emitted,
+                finish=_REASONS.get(reason),
+                stop_token=emitted[-1] if reason == STOPPED else None,
+                drafted=drafted,
+                accepted=accepted,
+                logprobs=_logprobs(parcel, row, count),
+                prompt_logprobs=prompts.pop(slot, None),
+            )
+        )
+    return results
+
+
+def _logprobs(parcel: Parcel, row: int, count: int) -> tuple[dict[int, float], ...] | None:
+    wanted = parcel.wanted[row]
+    if wanted < 0 or parcel.logprobs is None or parcel.logprob_ids is None:
+        return None
+    values = parcel.logprobs[row, :count, : 1 + wanted].tolist()
+    ids = parcel.logprob_ids[row, :count, : 1 + wanted].tolist()
+    return tuple(dict(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True))
+
+
+def _prompt_logprobs(parcel: PromptParcel) -> tuple[dict[int, float], ...]:
+    rows = zip(parcel.ids.tolist(), parcel.logprobs.tolist(), strict=True)
+    return tuple(dict(zip(i, v, strict=True)) for i, v in rows)

@@ -1,0 +1,265 @@
+"""Runner: turns plans into steps on the device. Knows tensors and slots, not requests.
+
+`launch` and `draft` never wait for the device; what a step decided comes back through its Ticket. A step's drafter part
+is separate from its target part, so that first tokens leave before any draft is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from foretell.ops.meta import RaggedRows, flat_slots
+from foretell.runner import outbox
+from foretell.runner.kv import clear_blocks
+from foretell.runner.outbox import Parcel, PromptParcel, Ticket
+from foretell.runner.plan import Chunk, Plan
+from foretell.runner.step import (
+    Device,
+    Outcome,
+    Prefilled,
+    decide,
+    decode_step,
+    draft_step,
+    prefill_step,
+    top_logprobs,
+)
+from foretell.sampling_params import SamplingParams
+from foretell.spec.drafter import NoDrafter, PromptRows
+from foretell.spec.nodes import Nodes, Shape, static_shape
+from foretell.spec.processors import Mode
+from foretell.spec.tree import Tree, chain
+
+
+@dataclass(slots=True)
+class _Drafting:
+    """What the drafter's part of the last launched step needs."""
+
+    prompt: PromptRows | None
+    slots: list[int]
+    outcomes: list[Outcome]
+
+
+class Runner:
+    """Executes plans.
+
+    Args:
+        device: weights, slots, KV and drafter.
+        trees: the trees that plans refer to by index.
+    """
+
+    def __init__(self, device: Device, trees: Sequence[Tree]) -> None:
+        self.device = device
+        self.shapes: tuple[Shape, ...] = tuple(
+            static_shape(tree, device.slots.device) for tree in trees
+        )
+        self._root = static_shape(chain(0), device.slots.device)
+        self._params: dict[int, SamplingParams] = {}
+        self._drafting = _Drafting(prompt=None, slots=[], outcomes=[])
+        self._dirty = False
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Ticket:
+        """Start the target's part of a step: admissions, prompt chunks, verification, commit."""
+        slots = self.device.slots
+        for new in plan.new:
+            slots.admit(new)
+            self._params[new.slot] = new.params
+        for blocks in plan.new_blocks:
+            slots.extend_blocks(blocks)
+            if self._dirty:
+                clear_blocks((*self.device.kv.target, *self.device.kv.drafter), blocks.blocks)
+        parcels: list[Parcel] = []
+        prompts: list[PromptParcel] = []
+        self._drafting = _Drafting(prompt=None, slots=[], outcomes=[])
+        if plan.chunks:
+            self._prefill(plan.chunks, parcels, prompts)
+        if plan.decode:
+            outcome = decode_step(
+                self.device,
+                self._rows(plan.decode),
+                self.shapes[plan.tree],
+                self._mode(plan.decode),
+                plan.keys,
+            )
+            self._keep(plan.decode, outcome, parcels)
+        return Ticket(plan.step, parcels, prompts, self._event())
+
+    @torch.inference_mode()
+    def draft(self, plan: Plan, ended: Collection[int]) -> None:
+        """Run the drafter's part of the step just launched, less the slots that need no draft."""
+        drafter, work = self.device.drafter, self._drafting
+        shape = self.shapes[plan.next_tree]
+        if isinstance(drafter, NoDrafter):
+            return
+        if work.prompt is not None:
+            drafter.observe(work.prompt)
+        left = [s for s in work.slots if s not in plan.undrafted and s not in ended]
+        if left and (shape.tree.nodes > 1 or drafter.kv is not None):
+            outcome = _merge(work.outcomes)
+            if len(left) < len(work.slots):
+                outcome = _select(outcome, self._rows([work.slots.index(s) for s in left]))
+            width = outcome.tokens.shape[1]
+            keys = max(plan.keys, self._longest_prompt(plan)) + width + shape.tree.nodes
+            draft_step(self.device, self._rows(left), outcome, shape, self._mode(left), keys)
+
+    def note_error(self) -> None:
+        """A NaN was seen: blocks handed out from now on are cleared first."""
+        self._dirty = True
+
+    def _prefill(
+        self, chunks: Sequence[Chunk], parcels: list[Parcel], prompts: list[PromptParcel]
+    ) -> None:
+        rows = self._rows([c.slot for c in chunks])
+        done = prefill_step(self.device, rows, *self._chunk_rows(chunks, rows))
+        self._drafting.prompt = done.prompt
+        self._prompt_logprobs(chunks, done, prompts)
+        last = [i for i, c in enumerate(chunks) if c.last]
+        if not last:
+            return
+        slots = tuple(chunks[i].slot for i in last)
+        picked = self._rows(last)
+        keys = max(chunks[i].start + chunks[i].count for i in last)
+        features = None if done.features is None else done.features[picked]
+        hidden = done.hidden[done.ends[picked]].unsqueeze(1)
+        nodes = self._roots(self._rows(slots))
+        outcome = decide(
+            self.device, self._rows(slots), nodes, hidden, features, self._mode(slots), keys
+        )
+        self._keep(slots, outcome, parcels)
+
+    def _roots(self, rows: Tensor) -> Nodes:
+        slots = self.device.slots
+        last = (slots.length[rows] - 1).unsqueeze(1)
+        return Nodes(self._root, slots.tokens[rows.unsqueeze(1), last].to(torch.int64), last)
+
+    def _chunk_rows(
+        self, chunks: Sequence[Chunk], rows: Tensor
+    ) -> tuple[Tensor, Tensor, RaggedRows]:
+        """(slot of each row [R], position of each row [R], what attention must know)."""
+        slots = self.device.slots
+        counts = self._rows([c.count for c in chunks])
+        starts = self._rows([c.start for c in chunks])
+        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        total = sum(c.count for c in chunks)
+        place = torch.arange(total, device=slots.device)
+        owner = torch.repeat_interleave(counts, output_size=total)
+        positions = place - offsets[owner] + starts[owner]
+        row_slots = rows[owner]
+        size = self.device.kv.block_size
+        kv_slots = flat_slots(
+            slots.blocks[row_slots],
+            positions.unsqueeze(1),
+            size,
+            slots.live[row_slots].unsqueeze(1),
+        )
+        meta = RaggedRows(
+            positions=positions,
+            kv_slots=kv_slots.squeeze(1),
+            blocks=slots.blocks[rows],
+            starts=starts,
+            offsets=offsets,
+            lengths=tuple((c.start, c.count) for c in chunks),
+        )
+        return row_slots, positions, meta
+
+    def _prompt_logprobs(
+        self, chunks: Sequence[Chunk], done: Prefilled, prompts: list[PromptParcel]
+    ) -> None:
+        """Log-probabilities of the prompt tokens that follow each row of the chunks that want them."""
+        slots, offset = self.device.slots, 0
+        for chunk in chunks:
+            wanted = self._params[chunk.slot].prompt_logprobs
+            rows = (
+                chunk.count - chunk.last
+            )  # the row of the last prompt token speaks of no prompt token
+            if wanted is not None and rows > 0:
+                first = chunk.start + 1
+                chosen = slots.tokens[chunk.slot, first : first + rows].to(torch.int64)
+                logits = self.device.target.logits(done.hidden[offset : offset + rows])
+                count = logits.shape[-1] if wanted < 0 else wanted
+                logprobs, ids = top_logprobs(logits, chosen, count)
+                prompts.append(PromptParcel(chunk.slot, logprobs, ids))
+            offset += chunk.count
+
+    def _keep(self, slots: Sequence[int], outcome: Outcome, parcels: list[Parcel]) -> None:
+        wanted = tuple(self._wanted_logprobs(s) for s in slots)
+        parcels.append(outbox.pack(tuple(slots), outcome, wanted))
+        self._drafting.slots.extend(slots)
+        self._drafting.outcomes.append(outcome)
+
+    def _wanted_logprobs(self, slot: int) -> int:
+        wanted = self._params[slot].logprobs
+        if wanted is None:
+            return -1
+        return self.device.slots.sizes.vocabulary if wanted < 0 else wanted
+
+    def _mode(self, slots: Sequence[int]) -> Mode:
+        """The parts of sampling that these slots need."""
+        params = [self._params[s] for s in slots]
+        return Mode(
+            sampled=any(p.temperature > 0 for p in params),
+            filtered=any(p.top_p < 1 or p.top_k > 0 or p.min_p > 0 for p in params),
+            penalties=any(
+                p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
+                for p in params
+            ),
+            bias=any(p.logit_bias or p.allowed_token_ids is not None for p in params),
+            bad_words=any(p.bad_words for p in params),
+            min_tokens=any(p.min_tokens > 0 for p in params),
+            logprobs=max(self._wanted_logprobs(s) for s in slots),
+        )
+
+    def _longest_prompt(self, plan: Plan) -> int:
+        return max((c.start + c.count for c in plan.chunks), default=0)
+
+    def _rows(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device.slots.device)
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self.device.slots.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+
+def _select(outcome: Outcome, rows: Tensor) -> Outcome:
+    return replace(
+        outcome,
+        tokens=outcome.tokens[rows],
+        count=outcome.count[rows],
+        start=outcome.start[rows],
+        features=None if outcome.features is None else outcome.features[rows],
+    )
+
+
+def _merge(outcomes: Sequence[Outcome]) -> Outcome:
+    """One outcome of all rows, padded to the widest; only what the drafter reads is merged."""
+    if len(outcomes) == 1:
+        return outcomes[0]
+    width = max(o.tokens.shape[1] for o in outcomes)
+    features = None
+    if all(o.features is not None for o in outcomes):
+        features = torch.cat(
+            [_widen(o.features, width) for o in outcomes if o.features is not None]
+        )
+    return replace(
+        outcomes[0],
+        tokens=torch.cat([_widen(o.tokens, width) for o in outcomes]),
+        count=torch.cat([o.count for o in outcomes]),
+        start=torch.cat([o.start for o in outcomes]),
+        features=features,
+    )
+
+
+def _widen(tensor: Tensor, width: int) -> Tensor:
+    """Pad dimension 1 with zeros up to `width`."""
+    missing = width - tensor.shape[1]
+    if missing == 0:
+        return tensor
+    padding = tensor.new_zeros(tensor.shape[0], missing, *tensor.shape[2:])
+    return torch.cat((tensor, padding), dim=1)

@@ -1,0 +1,172 @@
+"""Slots: everything the device knows of the running requests, one row each. The host sends rows in, never reads back.
+
+Invariants:
+- `tokens[s, :length[s]]` is the committed text, the pending last token included (its KV is not yet computed);
+- target KV is valid for key indices below `length - 1`; whatever lies beyond is garbage by definition, so that a
+  rejection needs no undo: it is simply not advancing `length`;
+- `draft[s]` belongs to the tree that the plan names for the next step; -1 is a missing draft and matches nothing;
+- the last row is the dummy row of padded batches: never live, its block table is all null blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretell.runner.plan import NewBlocks, NewSlot
+from foretell.spec.processors import History, Law, Mode
+
+STOP_IDS = 32  # stop tokens a request may have on the device, the model's own end tokens included
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSizes:
+    """How large the arrays are."""
+
+    slots: int  # S, running requests at once
+    length: int  # L, committed tokens of a request, max_model_len
+    blocks: int  # M, width of the block table
+    nodes: int  # N, nodes of the largest tree
+    depth: int  # D, of the deepest tree
+    features: int  # F, width of a target feature, 0 = the drafter reads none
+    vocabulary: int  # V
+
+
+class Slots:
+    """The arrays; see the module's invariants. Rows are written by `admit`, `extend_blocks` and the step functions."""
+
+    def __init__(self, sizes: SlotSizes, dtype: torch.dtype, device: torch.device) -> None:
+        self.sizes = sizes
+        self.device = device
+        rows = sizes.slots + 1
+        self.tokens = self._ints(
+            rows, sizes.length + sizes.depth + 2, dtype=torch.int32
+        )  # last column: trash
+        self.length = self._ints(rows)
+        self.prompt_length = self._ints(rows)
+        self.limit = self._ints(rows)
+        self.live = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.blocks = self._ints(rows, sizes.blocks, dtype=torch.int32)
+        self.stop = self._ints(rows, STOP_IDS) - 1
+        self.seed = self._ints(rows)
+        self.temperature = self._floats(rows, 0.0)
+        self.top_k = self._ints(rows)
+        self.top_p = self._floats(rows, 1.0)
+        self.min_p = self._floats(rows, 0.0)
+        self.repetition = self._floats(rows, 1.0)
+        self.frequency = self._floats(rows, 0.0)
+        self.presence = self._floats(rows, 0.0)
+        self.min_tokens = self._ints(rows)
+        self.draft = self._ints(rows, sizes.nodes) - 1
+        self.draft_parents: Tensor | None = None  # [S + 1, N], only for dynamic trees
+        self.draft_probs: Tensor | None = (
+            None  # [S + 1, N, V], only for `rejection` with a drawing drafter
+        )
+        self.feature = torch.zeros(rows, sizes.features, dtype=dtype, device=device)
+        self.bias: Tensor | None = None  # [S + 1, V], from the first request that needs it
+        self.bad_words: Tensor | None = None  # [S + 1, W, K], likewise
+
+    def _ints(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def _floats(self, rows: int, value: float) -> Tensor:
+        return torch.full((rows,), value, dtype=torch.float32, device=self.device)
+
+    def admit(self, new: NewSlot) -> None:
+        """Fill a row for a request that enters it; everything of the previous owner is overwritten."""
+        slot, params = new.slot, new.params
+        count = len(new.tokens)
+        assert count <= self.sizes.length, (count, self.sizes.length)
+        self.tokens[slot, :count] = torch.tensor(new.tokens, dtype=torch.int32, device=self.device)
+        self.length[slot] = count
+        self.prompt_length[slot] = new.prompt_length
+        self.limit[slot] = new.limit
+        self.live[slot] = True
+        self.blocks[slot] = 0
+        self.stop[slot] = _padded(new.stop_ids, STOP_IDS).to(self.device)
+        self.seed[slot] = new.seed
+        self.temperature[slot] = params.temperature
+        self.top_k[slot] = max(params.top_k, 0)
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.repetition[slot] = params.repetition_penalty
+        self.frequency[slot] = params.frequency_penalty
+        self.presence[slot] = params.presence_penalty
+        self.min_tokens[slot] = params.min_tokens
+        self.draft[slot] = -1
+        self.feature[slot] = 0
+        self._set_bias(new)
+        self._set_bad_words(new)
+
+    def extend_blocks(self, new: NewBlocks) -> None:
+        """Write entries of a slot's block table."""
+        ids = torch.tensor(new.blocks, dtype=torch.int32, device=self.device)
+        self.blocks[new.slot, new.start : new.start + len(new.blocks)] = ids
+
+    def _set_bias(self, new: NewSlot) -> None:
+        params = new.params
+        wanted = bool(params.logit_bias) or params.allowed_token_ids is not None
+        if self.bias is None:
+            if not wanted:
+                return
+            self.bias = torch.zeros(self.sizes.slots + 1, self.sizes.vocabulary, device=self.device)
+        row = self.bias[new.slot]
+        row.zero_()
+        if params.allowed_token_ids is not None:
+            row.fill_(-torch.inf)
+            row[torch.tensor(params.allowed_token_ids, device=self.device)] = 0.0
+        for token, value in (params.logit_bias or {}).items():
+            row[token] += value
+
+    def _set_bad_words(self, new: NewSlot) -> None:
+        words = new.bad_words
+        if self.bad_words is None and not words:
+            return
+        have = (
+            self.bad_words
+            if self.bad_words is not None
+            else self._ints(self.sizes.slots + 1, 1, 1) - 1
+        )
+        count = max(len(words), have.shape[1])
+        longest = max([len(word) for word in words] + [have.shape[2]])
+        table = torch.full(
+            (have.shape[0], count, longest), -1, dtype=torch.int64, device=self.device
+        )
+        table[:, : have.shape[1], longest - have.shape[2] :] = have
+        table[new.slot] = -1
+        for place, word in enumerate(words):
+            table[new.slot, place, longest - len(word) :] = torch.tensor(word, device=self.device)
+        self.bad_words = table
+
+    def law(self, rows: Tensor) -> Law:
+        """Sampling parameters of `rows` ([B] int64)."""
+        return Law(
+            seed=self.seed[rows],
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+        )
+
+    def history(self, rows: Tensor, keys: int, mode: Mode) -> History:
+        """Committed text (if `mode` reads it; nothing at or beyond index `keys`) and parameters of `rows`."""
+        width = keys if mode.penalties or mode.bad_words else 0
+        return History(
+            tokens=self.tokens[rows, :width],
+            length=self.length[rows],
+            prompt_length=self.prompt_length[rows],
+            repetition=self.repetition[rows],
+            frequency=self.frequency[rows],
+            presence=self.presence[rows],
+            min_tokens=self.min_tokens[rows],
+            stop=self.stop[rows],
+            bias=None if self.bias is None else self.bias[rows],
+            bad_words=None if self.bad_words is None else self.bad_words[rows],
+        )
+
+
+def _padded(ids: tuple[int, ...], width: int) -> Tensor:
+    assert len(ids) <= width, (len(ids), width)
+    return torch.tensor([*ids, *[-1] * (width - len(ids))], dtype=torch.int64)
