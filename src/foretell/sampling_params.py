@@ -1,10 +1,12 @@
-"""SamplingParams: what one request asks of the sampler and of the speculation. Torch-free; importable from anywhere.
+"""SamplingParams: what one request asks of the sampler and of the speculation. Torch-free.
 
-Names, defaults and error texts follow vLLM, so that code written for it runs unchanged. Two fields are ours:
-`speculate` and `num_speculative_tokens`. It is not the engine's view of a request (engine/request.py).
+Names, defaults and error texts follow vLLM, so that code written for it runs unchanged. Two fields
+are ours: `speculate` and `num_speculative_tokens`. It is not the engine's view of a request
+(engine/request.py).
 
-Invariant: an instance is valid and normalised. Greedy parameters hold no filter, lists are tuples, every number is
-finite. What depends on the model (vocabulary, logprobs cap) is checked by `check_vocabulary` and `check_logprobs`.
+Invariant: an instance is valid and normalised. Greedy parameters hold no filter, lists are tuples,
+every number is finite. What depends on the model is checked by `check_vocabulary` and
+`check_logprobs`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "repetition_detection": "Use repetition_penalty or frequency_penalty.",
     "logprob_token_ids": "Use logprobs.",
     "flat_logprobs": "Log-probabilities come as one dict per token.",
-    "skip_reading_prefix_cache": "Switch the prefix cache off for the engine, or ask for prompt_logprobs.",
+    "skip_reading_prefix_cache": "Switch the engine's prefix cache off, or set prompt_logprobs.",
     "truncate_prompt_tokens": "Cut the prompt before passing it.",
 }
 
@@ -73,14 +75,15 @@ class SamplingParams:
         ignore_eos: go on after the model's end token.
         max_tokens: None = until the context limit.
         min_tokens: no end or stop token before that many.
-        logprobs, prompt_logprobs: how many of the likeliest tokens to report; -1 = the whole vocabulary.
+        logprobs, prompt_logprobs: how many of the likeliest tokens to report; -1 = all.
         logit_bias: token id -> added to its logit, clamped to [-100, 100].
         allowed_token_ids: nothing else may be emitted.
         speculate: False runs this request without drafts, whatever the engine's drafter.
-        num_speculative_tokens: at most that many draft tokens per step for this request; None = the engine's number.
+        num_speculative_tokens: at most that many draft tokens per step for this request; None = as
+            many as the engine makes.
 
     Raises:
-        ValueError: a field is unknown, unsupported, of the wrong type or out of range; the message names it.
+        ValueError: a field is unknown, unsupported, of a wrong type or out of range.
     """
 
     n: int = 1
@@ -111,7 +114,7 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
 
     def __new__(cls, *args: object, **named: object) -> Self:
-        # Python's own answer to an unknown keyword is a TypeError without a remedy, raised by __init__.
+        # __init__ would answer an unknown keyword with a TypeError that names no remedy.
         _refuse_unknown(named, tuple(f.name for f in fields(cls)))
         return super().__new__(cls)
 
@@ -146,7 +149,7 @@ class SamplingParams:
 
     @property
     def wants_mask(self) -> bool:
-        """Some logits are changed by token id: bias, allowed tokens, bad words or held-back end tokens."""
+        """Logits are changed by token id: bias, allowed tokens, bad words, held-back ends."""
         return bool(self.logit_bias or self.allowed_token_ids or self.bad_words or self.min_tokens)
 
     @property
@@ -170,7 +173,7 @@ class SamplingParams:
         return cast("tuple[str, ...]", self.bad_words)
 
     def stop_ids(self, eos_ids: Iterable[int] = ()) -> tuple[int, ...]:
-        """Token ids that end the answer, each once: the model's own (unless `ignore_eos`), then the request's."""
+        """Ids that end the answer, each once: the model's (unless `ignore_eos`), then its own."""
         own = cast("tuple[int, ...]", self.stop_token_ids)
         return tuple(dict.fromkeys((*(() if self.ignore_eos else eos_ids), *own)))
 
@@ -180,7 +183,7 @@ class SamplingParams:
         """Refuse token ids that the model does not have.
 
         Raises:
-            ValueError: an id of logit_bias, allowed_token_ids or stop_token_ids is outside [0, vocab_size).
+            ValueError: an id of logit_bias, allowed_token_ids or stop_token_ids is not in it.
         """
         named = {
             "logit_bias": tuple(self.logit_bias or ()),
@@ -191,11 +194,12 @@ class SamplingParams:
             wrong = [i for i in ids if not 0 <= i < vocab_size]
             if wrong:
                 raise ValueError(
-                    f"token_id(s) {wrong[:8]} in {name} contain out-of-vocab token ids. Vocabulary size: {vocab_size}"
+                    f"token_id(s) {wrong[:8]} in {name} contain out-of-vocab token ids. "
+                    f"Vocabulary size: {vocab_size}"
                 )
 
     def check_logprobs(self, vocab_size: int, max_logprobs: int = MAX_LOGPROBS) -> None:
-        """Refuse more log-probabilities than the engine gives (`max_logprobs`; -1 = the whole vocabulary).
+        """Refuse more log-probabilities than the engine gives (`max_logprobs`; -1 = all).
 
         Raises:
             ValueError: `logprobs` or `prompt_logprobs` is over the cap.
@@ -207,7 +211,8 @@ class SamplingParams:
             count = vocab_size if asked == -1 else asked
             if count > cap:
                 raise ValueError(
-                    f"Requested {kind} logprobs of {count}, which is greater than max allowed: {cap}"
+                    f"Requested {kind} logprobs of {count}, "
+                    f"which is greater than max allowed: {cap}"
                 )
 
     # Construction.
@@ -247,8 +252,9 @@ class SamplingParams:
     def _normalise_temperature(self) -> None:
         if 0 < self.temperature < LOWEST_TEMPERATURE:
             warnings.warn(
-                f"temperature {self.temperature} is less than {LOWEST_TEMPERATURE}, which may cause numerical errors "
-                f"nan or inf in tensors. It is raised to {LOWEST_TEMPERATURE}; use 0 for greedy sampling.",
+                f"temperature {self.temperature} is less than {LOWEST_TEMPERATURE}, which may cause "
+                f"numerical errors (nan or inf). It is raised to {LOWEST_TEMPERATURE}; use 0 for "
+                "greedy sampling.",
                 stacklevel=4,
             )
             self._set("temperature", LOWEST_TEMPERATURE)
@@ -289,7 +295,7 @@ class SamplingParams:
         most = self.num_speculative_tokens
         _require(
             most is None or most >= 0,
-            f"num_speculative_tokens must be at least 0 (0: no drafts for this request), got {most}.",
+            f"num_speculative_tokens must be at least 0 (0: no drafts), got {most}.",
         )
 
     def _check_strings(self) -> None:
@@ -297,7 +303,8 @@ class SamplingParams:
         _require("" not in self.bad_word_strings, "bad_words cannot contain an empty string.")
         _require(
             self.detokenize or not self.stop,
-            "stop strings are only supported when detokenize is True. Set detokenize=True to use stop.",
+            "stop strings are only supported when detokenize is True. "
+            "Set detokenize=True to use stop.",
         )
         _require(
             self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
