@@ -1,0 +1,532 @@
+"""Scheduler: who runs in the next step, in which blocks, under which tree. Knows no tensors.
+
+The host may plan step k before it has collected step k - 1. A request's true length is then unknown
+within bounds (`Request.low`, `Request.high`) and every reservation is made for the upper one. On a
+synchronous device the bounds meet and reservations are tight.
+
+What makes late knowledge safe: all device work is on one stream, in the order of the plans. So a
+block taken from a preempted request may be handed on at once (the old step runs before the new
+owner's), and blocks can be registered as soon as the step that fills them is launched. A request
+that ends or is aborted keeps its slot and blocks until the last step that names them is collected.
+
+Invariants: running requests own a slot and blocks that cover every key index a launched step can
+touch; waiting ones own nothing; a plan costs at most `max_num_batched_tokens` tokens; the
+best-ranked request is never preempted, so something always makes progress.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from foretell.engine.blocks import BlockManager, extend_chain
+from foretell.engine.request import Request, Status
+from foretell.runner.plan import Chunk, NewBlocks, NewSlot, Plan, SlotResult, StepResult
+from foretell.spec.tree import Tree
+
+POLICIES = ("fcfs", "priority")
+PROMPT_SHARE = 4  # while prompts wait, drafts leave one part in this many of the budget to them
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One request's part in one launched step."""
+
+    request: Request
+    slot: int
+    most: int  # tokens it may emit; 0 for a chunk that is not the last
+    start: int = 0  # first token of its chunk
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The plan under construction."""
+
+    step: int
+    budget: int  # tokens left
+    tree: int
+    next_tree: int
+    tail: int  # key indices the next draft may need past the committed length
+    keys: int = 0
+    new: list[NewSlot] = field(default_factory=list)
+    new_blocks: list[NewBlocks] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    decode: list[int] = field(default_factory=list)
+    undrafted: set[int] = field(default_factory=set)
+    entries: list[_Entry] = field(default_factory=list)
+
+
+class Scheduler:
+    """First come, first served (or by priority): chunked prefill, prefix cache, preemption.
+
+    Args:
+        blocks: the block pool.
+        max_num_seqs: slots, the most requests that run at once.
+        max_num_batched_tokens: the most tokens one step computes: chunk rows + N per decoding row.
+        max_model_len: the context limit; no request grows past it.
+        trees: the trees a step may verify; one with a single node is plain decoding.
+        scheduling: "fcfs" or "priority" (lower number first, ties by arrival).
+        scratch: key indices past the committed length that the drafter writes while it drafts.
+
+    Raises:
+        ValueError: a limit is below 1, the policy is unknown, or no tree fits the token budget.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        trees: tuple[Tree, ...],
+        scheduling: str = "fcfs",
+        scratch: int = 0,
+    ) -> None:
+        _check_limits(max_num_seqs, max_num_batched_tokens, max_model_len, trees, scheduling)
+        self.blocks = blocks
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.trees = trees
+        self.scheduling = scheduling
+        self.scratch = scratch
+        self.waiting: list[Request] = []  # best rank first
+        self.running: list[Request] = []  # best rank first
+        self.preemptions = 0
+        self._by_size = sorted(range(len(trees)), key=lambda i: -trees[i].nodes)
+        self.wanted_tree = self._fit(self._by_size[0], 1, max_num_batched_tokens)
+        self._drafted_tree = self.wanted_tree  # what the drafts on the device were made for
+        self._requests: dict[str, Request] = {}
+        self._leaving: list[Request] = []  # over, but named by a step in flight
+        self._failed: list[Request] = []
+        self._slots = list(range(max_num_seqs - 1, -1, -1))
+        self._launched: deque[tuple[int, list[_Entry]]] = deque()
+        self._arrivals = 0
+        self._step = 0
+
+    @property
+    def slack(self) -> int:
+        """Key indices past `max_model_len` that a step may touch."""
+        return max(self.scratch, *(tree.nodes for tree in self.trees), 0)
+
+    @property
+    def table_width(self) -> int:
+        """M, the blocks a table must have room for."""
+        return self.blocks.blocks_for(self.max_model_len + self.slack)
+
+    @property
+    def unfinished(self) -> bool:
+        """Something runs, waits or is still to be collected."""
+        return bool(self.running or self.waiting or self._launched)
+
+    @property
+    def in_flight(self) -> int:
+        """Steps planned and not collected."""
+        return len(self._launched)
+
+    # The engine's calls.
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: the prompt is empty, too long or too big for the pool; the id is in use.
+        """
+        length = request.prompt_length
+        if request.id in self._requests:
+            raise ValueError(f"request id {request.id!r} is already in use; give another one")
+        if length == 0:
+            raise ValueError("the prompt is empty; it must contain at least one token")
+        if length >= self.max_model_len:
+            raise ValueError(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, "
+                f"your prompt has {length} tokens, which leaves no room for output; shorten it."
+            )
+        limit = self.max_model_len
+        if request.params.max_tokens is not None:
+            limit = min(limit, length + request.params.max_tokens)
+        keys = length + 1 + self.slack
+        if self.blocks.blocks_for(keys) > self.blocks.usable:
+            raise ValueError(self._too_small(request, keys))
+        request.limit = limit
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        self._requests[request.id] = request
+        insort(self.waiting, request, key=self._rank)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request now; what its steps in flight bring is dropped. None: it is unknown."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request, "abort")
+        return request
+
+    def plan(self) -> Plan | None:
+        """The next step, to be launched at once. None: nothing can run before a collect."""
+        draft = self._open()
+        self._plan_starved(draft)
+        self._plan_decode(draft)
+        self._plan_prefill(draft)
+        self._admit(draft)
+        if not draft.entries:
+            assert self._launched or not (self.running or self.waiting), (
+                f"nothing runs: {len(self.running)} running, {len(self.waiting)} waiting, "
+                f"{self.blocks.available} of {self.blocks.usable} blocks available"
+            )
+            return None
+        return self._close(draft)
+
+    def collect(self, result: StepResult) -> list[tuple[Request, SlotResult]]:
+        """Take in the results of the oldest launched step; those still wanted are returned."""
+        step, entries = self._launched.popleft()
+        assert step == result.step, f"step {result.step} collected, but {step} is the oldest"
+        by_slot = {slot.slot: slot for slot in result.slots}
+        taken = []
+        for entry in entries:
+            request = entry.request
+            request.in_flight.popleft()
+            got = by_slot.pop(entry.slot, None)
+            if request.status is Status.DONE:
+                self._let_go(request)
+            elif got is None:
+                assert entry.most == 0, (
+                    f"request {request.id} ran in step {step} and emitted nothing"
+                )
+            else:
+                taken.append((request, self._take(entry, got)))
+        assert not by_slot, (
+            f"step {step}: results for slots {sorted(by_slot)}, which it did not run"
+        )
+        return taken
+
+    def take_failed(self) -> list[Request]:
+        """Requests that `plan` ended since the last call; `Request.error` says why."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all shared content, as after a change of the weights. Running requests go on."""
+        self.blocks.reset_prefix_cache()
+        for request in self.running:
+            request.shareable = False
+
+    def check(self) -> None:
+        """Assert every invariant of the scheduler and its pool."""
+        owners = [*self.running, *self._leaving]
+        self.blocks.check([request.blocks for request in owners])
+        slots = [request.slot for request in owners] + self._slots
+        assert sorted(slots) == list(range(self.max_num_seqs)), f"slots lost or doubled: {slots}"
+        for queue in (self.running, self.waiting):
+            assert queue == sorted(queue, key=self._rank), "a queue is out of order"
+        for request in self.waiting:
+            assert not request.blocks, f"waiting request {request.id} owns blocks"
+            assert request.slot == -1, f"waiting request {request.id} owns slot {request.slot}"
+        for request in self._leaving:
+            assert request.in_flight, f"request {request.id} is over and was not let go"
+        for request in self.running:
+            assert request.status is Status.RUNNING, f"{request.id} runs but is {request.status}"
+            assert len(request.blocks) <= self.table_width, f"table of {request.id} is too wide"
+            held = len(request.blocks) * self.blocks.block_size
+            assert held >= max(request.computed, request.high), f"table of {request.id} is short"
+
+    # Parts of plan().
+
+    def _open(self) -> _Draft:
+        decoding = sum(request.decodes for request in self.running)
+        prompts = sum(request.prefilling for request in self.running)
+        prompts += bool(self.waiting and self._slots)
+        budget = self.max_num_batched_tokens
+        tree = self._fit(self._drafted_tree, decoding, budget)
+        room = budget - budget // PROMPT_SHARE if prompts else budget
+        next_tree = self._fit(self.wanted_tree, decoding + prompts, room)
+        tail = max(self.scratch, self.trees[next_tree].nodes)
+        return _Draft(self._step + 1, budget, tree, next_tree, tail)
+
+    def _plan_starved(self, draft: _Draft) -> None:
+        """A prompt that got nothing in the last step goes first, with up to half the budget."""
+        for request in self.running:
+            if request.prefilling and request.served < self._step:
+                self._chunk(request, draft, max(1, draft.budget // 2))
+                return
+
+    def _plan_decode(self, draft: _Draft) -> None:
+        nodes = self.trees[draft.tree].nodes
+        candidates = [request for request in self.running if request.decodes]
+        if len(candidates) * nodes > draft.budget:  # take turns: who waited longest goes first
+            candidates.sort(key=lambda request: (request.served, self._rank(request)))
+        for request in candidates:
+            if draft.budget < nodes:
+                break
+            if request.status is Status.RUNNING:  # a better-ranked one may have preempted it
+                self._decode(request, draft)
+
+    def _plan_prefill(self, draft: _Draft) -> None:
+        for request in tuple(self.running):
+            if request.prefilling and request.served != draft.step and draft.budget > 0:
+                self._chunk(request, draft, draft.budget)
+
+    def _admit(self, draft: _Draft) -> None:
+        while self.waiting and self._slots and draft.budget > 0:
+            request = self.waiting[0]
+            if request.in_flight:  # preempted: its last tokens are still to come
+                return
+            # Prompt log-probabilities need every prompt row computed.
+            read = request.params.prompt_logprobs is None
+            hit = self.blocks.match(request.tokens, request.chain) if read else []
+            keys = min(len(request.tokens) + 1, request.limit) + draft.tail
+            fresh = self.blocks.blocks_for(keys) - len(hit)
+            if fresh + len(hit) > self.blocks.usable:
+                self._fail(request, keys)
+                continue
+            # One block to grow for each running request, or the newcomer is soon preempted again.
+            room = self.blocks.available - self.blocks.idle_among(hit) - len(self.running)
+            if fresh > room:
+                return
+            self._start(request, draft, hit, fresh)
+            self._chunk(request, draft, draft.budget)
+
+    def _start(self, request: Request, draft: _Draft, hit: list[int], fresh: int) -> None:
+        self.waiting.remove(request)
+        self.blocks.hold(hit)
+        request.blocks = [*hit, *self.blocks.alloc(fresh)]
+        request.status = Status.RUNNING
+        request.slot = self._slots.pop()
+        request.computed = len(hit) * self.blocks.block_size
+        request.target = len(request.tokens)
+        request.registered = len(hit)
+        request.shareable = True
+        if request.counts.preemptions == 0:
+            request.counts.cached = request.computed
+            self.blocks.count(request.target, request.computed)
+        insort(self.running, request, key=self._rank)
+        draft.new.append(
+            NewSlot(
+                slot=request.slot,
+                tokens=tuple(request.tokens),
+                prompt_length=request.prompt_length,
+                limit=request.limit,
+                params=request.params,
+                seed=request.seed,
+                cached=request.computed,
+                stop_ids=request.stop_ids,
+                bad_words=request.bad_words,
+            )
+        )
+        draft.new_blocks.append(NewBlocks(request.slot, 0, tuple(request.blocks)))
+
+    def _decode(self, request: Request, draft: _Draft) -> None:
+        tree = self.trees[draft.tree]
+        longest = min(request.high, request.limit - 1)  # a request at its limit is over
+        committed = min(longest + tree.depth + 1, request.limit)
+        keys = max(longest - 1 + tree.nodes, committed + draft.tail)
+        if not self._reserve(request, keys, draft):
+            return
+        self._assert_writable(request, request.low - 1, keys)
+        draft.decode.append(request.slot)
+        draft.budget -= tree.nodes
+        self._enter(request, draft, request.low + 1, _Entry(request, request.slot, tree.depth + 1))
+
+    def _chunk(self, request: Request, draft: _Draft, most: int) -> None:
+        start = request.computed
+        count = min(request.target - start, most)
+        last = start + count == request.target
+        if last:
+            keys = min(request.target + 1, request.limit) + draft.tail
+            if not self._reserve(request, keys, draft):
+                return
+        self._assert_writable(request, start, start + count)
+        draft.chunks.append(Chunk(request.slot, start, count, last))
+        draft.budget -= count
+        request.computed += count
+        self._enter(
+            request, draft, request.target + 1, _Entry(request, request.slot, int(last), start)
+        )
+
+    def _enter(self, request: Request, draft: _Draft, low: int, entry: _Entry) -> None:
+        """Book a part in the step; `low` is the least length after it, if it emits."""
+        draft.entries.append(entry)
+        request.in_flight.append(entry.most)
+        request.served = draft.step
+        if entry.most and (not request.params.speculates or low >= request.limit - 1):
+            draft.undrafted.add(request.slot)  # at most one more token: nothing to draft
+
+    def _close(self, draft: _Draft) -> Plan:
+        self._step = draft.step
+        self._launched.append((draft.step, draft.entries))
+        for entry in draft.entries:
+            self._register(entry.request, entry.request.computed)
+        emitting = {entry.slot for entry in draft.entries if entry.most}
+        if emitting and emitting == draft.undrafted:
+            draft.next_tree = self._by_size[-1]
+        self._drafted_tree = draft.next_tree
+        return Plan(
+            step=draft.step,
+            new=tuple(draft.new),
+            new_blocks=tuple(draft.new_blocks),
+            chunks=tuple(draft.chunks),
+            decode=tuple(draft.decode),
+            tree=draft.tree,
+            next_tree=draft.next_tree,
+            keys=draft.keys,
+            undrafted=frozenset(draft.undrafted),
+        )
+
+    # Blocks.
+
+    def _reserve(self, request: Request, keys: int, draft: _Draft) -> bool:
+        """Own blocks for `keys` key indices; may preempt. False: not in this step."""
+        need = self.blocks.blocks_for(keys) - len(request.blocks)
+        if need + len(request.blocks) > self.blocks.usable:
+            if not request.in_flight:  # else the bound is loose; it may fit once it is known
+                self._fail(request, keys)
+            return False
+        while self.blocks.available < need:
+            victim = self._victim(request, draft)
+            if self._leaving or victim is None:  # blocks come back with the steps in flight
+                return False
+            self._preempt(victim)
+        if need > 0:
+            fresh = self.blocks.alloc(need)
+            draft.new_blocks.append(NewBlocks(request.slot, len(request.blocks), tuple(fresh)))
+            request.blocks.extend(fresh)
+        draft.keys = max(draft.keys, keys)
+        return True
+
+    def _victim(self, request: Request, draft: _Draft) -> Request | None:
+        """The worst-ranked running request behind `request` that is not in the step yet."""
+        for other in reversed(self.running):
+            if other is request:
+                return None
+            if other.served != draft.step:
+                return other
+        return None
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the queue; all it has committed becomes the tokens to compute."""
+        self.running.remove(request)
+        self._free(request)
+        request.status = Status.WAITING
+        request.computed = request.target = request.registered = 0
+        request.counts.preemptions += 1
+        self.preemptions += 1
+        insort(self.waiting, request, key=self._rank)
+
+    def _register(self, request: Request, valid: int) -> None:
+        """Offer the full blocks below `valid` computed and committed tokens to the prefix cache."""
+        if not (request.shareable and self.blocks.prefix_cache):
+            return
+        full = valid // self.blocks.block_size
+        if full <= request.registered:
+            return
+        extend_chain(request.chain, request.tokens, self.blocks.block_size)
+        for i in range(request.registered, full):
+            self.blocks.register(request.blocks[i], request.chain[i])
+        request.registered = full
+
+    def _assert_writable(self, request: Request, start: int, stop: int) -> None:
+        size = self.blocks.block_size
+        self.blocks.assert_writable(request.blocks[start // size : self.blocks.blocks_for(stop)])
+
+    # Parts of collect() and abort().
+
+    def _take(self, entry: _Entry, got: SlotResult) -> SlotResult:
+        request = entry.request
+        request.tokens.extend(got.tokens)
+        length = len(request.tokens)
+        assert len(got.tokens) <= entry.most, f"{len(got.tokens)} tokens, at most {entry.most}"
+        assert length <= request.limit, f"{request.id}: length {length}, limit {request.limit}"
+        request.counts.add(got.drafted, got.accepted)
+        got = _new_prompt_rows(entry, got)
+        if got.finish is not None:
+            # Not registered: a request that is over does not hand its last tokens to the drafter.
+            request.stop_token = got.stop_token
+            if got.finish == "error":
+                self.blocks.forget(request.blocks)  # NaN may sit in what it computed
+                request.error = "the model returned NaN or infinite logits"
+            self._end(request, got.finish)
+            return got
+        assert length < request.limit, f"{request.id} is at its limit {request.limit} but goes on"
+        if request.status is Status.RUNNING and entry.most:
+            request.computed = length - 1
+            self._register(request, length - 1)
+        return got
+
+    def _end(self, request: Request, finish: str) -> None:
+        queue = self.waiting if request.status is Status.WAITING else self.running
+        queue.remove(request)
+        request.status = Status.DONE
+        request.finish = finish
+        del self._requests[request.id]
+        if request.slot >= 0:
+            self._leaving.append(request)
+            self._let_go(request)
+
+    def _let_go(self, request: Request) -> None:
+        if request in self._leaving and not request.in_flight:
+            self._leaving.remove(request)
+            self._free(request)
+
+    def _free(self, request: Request) -> None:
+        self.blocks.release(request.blocks)
+        request.blocks = []
+        self._slots.append(request.slot)
+        request.slot = -1
+
+    def _fail(self, request: Request, keys: int) -> None:
+        request.error = self._too_small(request, keys)
+        self._end(request, "error")
+        self._failed.append(request)
+
+    def _too_small(self, request: Request, keys: int) -> str:
+        blocks = self.blocks
+        return (
+            f"request {request.id!r} needs {blocks.blocks_for(keys)} KV blocks for {keys} tokens "
+            f"({len(request.tokens)} committed, the rest for drafts), but the cache has "
+            f"{blocks.usable} blocks of {blocks.block_size} tokens; shorten the prompt, lower "
+            "max_tokens or give the KV cache more memory"
+        )
+
+    def _rank(self, request: Request) -> tuple[int, int]:
+        return (request.priority if self.scheduling == "priority" else 0, request.arrival)
+
+    def _fit(self, most: int, rows: int, room: int) -> int:
+        """The largest tree, at most tree `most`, that lets `rows` rows fit `room` tokens.
+
+        The smallest one where none does; then the rows take turns.
+        """
+        nodes = self.trees[most].nodes
+        smaller = [i for i in self._by_size if self.trees[i].nodes < nodes]
+        for i in (most, *smaller):
+            if rows * self.trees[i].nodes <= room:
+                return i
+        return self._by_size[-1]
+
+
+def _new_prompt_rows(entry: _Entry, got: SlotResult) -> SlotResult:
+    """Without the prompt rows that were delivered before a preemption."""
+    if got.prompt_logprobs is None:
+        return got
+    request = entry.request
+    known = min(max(0, request.prompt_rows - entry.start), len(got.prompt_logprobs))
+    request.prompt_rows = max(request.prompt_rows, entry.start + len(got.prompt_logprobs))
+    return replace(got, prompt_logprobs=got.prompt_logprobs[known:])
+
+
+def _check_limits(
+    seqs: int, tokens: int, length: int, trees: tuple[Tree, ...], scheduling: str
+) -> None:
+    limits = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "max_model_len": length}
+    for name, value in limits.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if scheduling not in POLICIES:
+        raise ValueError(f"scheduling must be one of {', '.join(POLICIES)}, got {scheduling!r}")
+    if not trees:
+        raise ValueError("trees must hold at least one tree; Tree((-1,)) is plain decoding")
+    smallest = min(tree.nodes for tree in trees)
+    if smallest > tokens:
+        raise ValueError(
+            f"max_num_batched_tokens={tokens} is less than the {smallest} nodes of the smallest "
+            "tree; raise it or give a smaller tree"
+        )
