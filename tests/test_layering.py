@@ -2,9 +2,9 @@
 
     ops <- model <- spec <- runner <- engine <- llm, cli, server, bench, training
 
-`config.py` and `sampling_params.py` are leaves that anyone may import and that need no torch. The
-check reads the source, imports inside functions and under TYPE_CHECKING included: an upward import
-is wrong wherever it stands.
+The leaves (config, sampling_params, ...) may be imported by anyone and need no torch. The check reads
+the source, imports inside functions and under TYPE_CHECKING included: an upward import is wrong
+wherever it stands.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "foretell"
-LEAVES = ("config", "sampling_params")
+LEAVES = ("config", "sampling_params", "speculation", "metrics", "outputs")
 LAYERS = ("ops", "model", "spec", "runner", "engine")
 TOP = len(LAYERS) + 1
 ROOT = TOP + 1

@@ -1,0 +1,198 @@
+"""Options of the command line: LLM's arguments and SamplingParams' fields, each said once.
+
+A command takes a whole group as one parameter; `flatten` turns the group's fields into options, so
+that commands share them without repeating them. It opens no model and prints nothing.
+
+Invariant: an option that is left out adds nothing, so LLM's own defaults hold.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Annotated, Any, get_type_hints
+
+from typer import Option
+
+from foretell.sampling_params import SamplingParams
+
+NGRAM_TOKENS = 7  # with the last token 8 rows, which cost a CPU's bf16 product what one row costs
+ENGINE, SAMPLING = "Model and speculation", "Sampling"
+
+
+def _engine(*names: str, help: str) -> Any:
+    return Option(*names, help=help, rich_help_panel=ENGINE, show_default=False)
+
+
+def _sampling(*names: str, help: str) -> Any:
+    return Option(*names, help=help, rich_help_panel=SAMPLING)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """LLM's arguments as options; what is left out keeps LLM's own default."""
+
+    model: Annotated[
+        str | None,
+        _engine("--model", "-m", help="Directory, GGUF file or hub name. [default: SmolLM2-135M]"),
+    ] = None
+    speculate_model: Annotated[
+        str | None, _engine("--speculate-model", "--spec-model", help="The draft model.")
+    ] = None
+    num_speculative_tokens: Annotated[
+        int | None,
+        _engine("--num-speculative-tokens", "--spec-tokens", help="Draft tokens per step."),
+    ] = None
+    spec_method: Annotated[
+        str | None, _engine("--spec-method", help="Drafter by name, such as ngram.")
+    ] = None
+    speculative_config: Annotated[
+        str | None,
+        _engine(
+            "--speculative-config", "-sc", help='All speculation keys, as JSON: {"method":...}'
+        ),
+    ] = None
+    dtype: Annotated[str | None, _engine("--dtype", help="auto, float32, bfloat16 or float16.")] = (
+        None
+    )
+    device: Annotated[str | None, _engine("--device", help="auto, cpu or cuda.")] = None
+    max_model_len: Annotated[
+        int | None, _engine("--max-model-len", help="Longest prompt plus answer, in tokens.")
+    ] = None
+    max_num_seqs: Annotated[
+        int | None, _engine("--max-num-seqs", help="Requests that run at the same time.")
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float | None, _engine("--gpu-memory-utilization", help="Share of the memory to use.")
+    ] = None
+    tensor_parallel_size: Annotated[
+        int | None, _engine("--tensor-parallel-size", "-tp", help="Devices to spread over.")
+    ] = None
+
+    @property
+    def drafts(self) -> bool:
+        """Some drafter was asked for."""
+        return any((self.speculate_model, self.spec_method, self.speculative_config))
+
+    @property
+    def method(self) -> str:
+        """The drafter's name, as far as the options tell."""
+        config = self.arguments().get("speculative_config", {})
+        return str(config.get("method", "draft_model" if self.drafts else "none"))
+
+    def with_drafts(self) -> EngineOptions:
+        """The same engine with a drafter: the one asked for, else n-gram, which needs no weights."""
+        if self.drafts:
+            return self
+        count = self.num_speculative_tokens or NGRAM_TOKENS
+        return replace(self, spec_method="ngram", num_speculative_tokens=count)
+
+    def without_drafts(self) -> EngineOptions:
+        """The same engine, plain."""
+        return replace(
+            self,
+            speculate_model=None,
+            num_speculative_tokens=None,
+            spec_method=None,
+            speculative_config=None,
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of LLM(...).
+
+        Raises:
+            ValueError: --speculative-config is not a JSON object, or says other than --spec-method.
+        """
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        method = given.pop("spec_method", None)
+        text = given.pop("speculative_config", None)
+        config = {} if text is None else _json_object("--speculative-config", text)
+        if method is not None:
+            if config.setdefault("method", method) != method:
+                raise ValueError(
+                    f"--spec-method {method} and --speculative-config method {config['method']} "
+                    "disagree; give one of them"
+                )
+            for option, key in (("num_speculative_tokens",) * 2, ("speculate_model", "model")):
+                if option in given:
+                    config.setdefault(key, given.pop(option))
+        if config:
+            given["speculative_config"] = config
+        return given
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """The everyday fields of SamplingParams as options."""
+
+    temperature: Annotated[
+        float, _sampling("--temperature", "-t", help="0 takes the likeliest token.")
+    ] = 0.0
+    top_p: Annotated[float, _sampling("--top-p", help="Keep the likeliest mass.")] = 1.0
+    top_k: Annotated[int, _sampling("--top-k", help="Keep the likeliest k; 0 is off.")] = 0
+    min_p: Annotated[float, _sampling("--min-p", help="Drop below this share of the top.")] = 0.0
+    max_tokens: Annotated[int, _sampling("--max-tokens", "-n", help="Longest answer.")] = 256
+    min_tokens: Annotated[int, _sampling("--min-tokens", help="No end before that many.")] = 0
+    seed: Annotated[int, _sampling("--seed", help="Same seed, same text.")] = 0
+    stop: Annotated[
+        list[str] | None, _sampling("--stop", help="End the answer at this text (repeatable).")
+    ] = None
+    repetition_penalty: Annotated[float, _sampling("--repetition-penalty", help="1 is off.")] = 1.0
+    presence_penalty: Annotated[float, _sampling("--presence-penalty", help="0 is off.")] = 0.0
+    frequency_penalty: Annotated[float, _sampling("--frequency-penalty", help="0 is off.")] = 0.0
+    ignore_eos: Annotated[bool, _sampling("--ignore-eos", help="Go on after the end token.")] = (
+        False
+    )
+
+    def params(self) -> SamplingParams:
+        """The same as SamplingParams; raises its ValueErrors."""
+        return SamplingParams(**{f.name: getattr(self, f.name) for f in fields(self)})
+
+
+def _json_object(option: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"""{option} is not JSON ({error}): {text!r}; write it like '{{"method": "ngram"}}'"""
+        ) from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{option} must be a JSON object, got {text!r}")
+    return value
+
+
+def flatten(function: Callable[..., None]) -> Callable[..., None]:
+    """The same command with each option group replaced by the group's fields, as typer reads them.
+
+    Example: `generate(engine: EngineOptions, as_json: bool)` -> `generate(*, model, dtype, ..., as_json)`.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, type] = {
+        name: hint for name, hint in hints.items() if hint in (EngineOptions, SamplingOptions)
+    }
+
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
+        function(**values)
+
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        own = [parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)]
+        parameters += _field_parameters(groups[name]) if name in groups else own
+    run.__name__, run.__doc__ = function.__name__, function.__doc__
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def _field_parameters(group: type) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name]
+        )
+        for f in fields(group)
+    ]
