@@ -58,6 +58,8 @@ class Request:
         params: what the user asked for.
         seed: the noise key; `params.seed` or one that the engine chose.
         priority: lower runs earlier; only read under priority scheduling.
+        stop_ids: tokens that end it, the model's own included unless it ignores them.
+        bad_words: token sequences that must not appear in the output.
     """
 
     id: str
@@ -65,8 +67,8 @@ class Request:
     params: SamplingParams
     seed: int
     priority: int = 0
-    stop_ids: tuple[int, ...] = ()  # tokens that end it, the model's own included
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not appear
+    stop_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     arrival: int = 0  # order of `Scheduler.add`
     status: Status = Status.WAITING
     finish: str | None = None  # "stop", "length", "error" or "abort"
@@ -80,7 +82,7 @@ class Request:
     in_flight: deque[int] = field(default_factory=deque)  # tokens each launched step may emit
     served: int = 0  # the last step that computed something for it
     registered: int = 0  # leading blocks offered to the prefix cache
-    shareable: bool = True  # False after a cache reset: what it computed is not for others
+    shareable: bool = True  # False: what it computes from now on is not for others
     prompt_rows: int = 0  # prompt log-probability rows already delivered
     counts: Counts = field(default_factory=Counts)
     chain: list[bytes] = field(default_factory=list)  # hashes of the full blocks of `tokens`

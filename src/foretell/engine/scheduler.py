@@ -18,43 +18,16 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from foretell.engine.blocks import BlockManager, extend_chain
+from foretell.engine.plan_builder import Entry, PlanBuilder
 from foretell.engine.request import Request, Status
-from foretell.runner.plan import Chunk, NewBlocks, NewSlot, Plan, SlotResult, StepResult
+from foretell.runner.plan import Plan, SlotResult, StepResult
 from foretell.spec.tree import Tree
 
 POLICIES = ("fcfs", "priority")
 PROMPT_SHARE = 4  # while prompts wait, drafts leave one part in this many of the budget to them
-
-
-@dataclass(slots=True)
-class _Entry:
-    """One request's part in one launched step."""
-
-    request: Request
-    slot: int
-    most: int  # tokens it may emit; 0 for a chunk that is not the last
-    start: int = 0  # first token of its chunk
-
-
-@dataclass(slots=True)
-class _Draft:
-    """The plan under construction."""
-
-    step: int
-    budget: int  # tokens left
-    tree: int
-    next_tree: int
-    tail: int  # key indices the next draft may need past the committed length
-    keys: int = 0
-    new: list[NewSlot] = field(default_factory=list)
-    new_blocks: list[NewBlocks] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    decode: list[int] = field(default_factory=list)
-    undrafted: set[int] = field(default_factory=set)
-    entries: list[_Entry] = field(default_factory=list)
 
 
 class Scheduler:
@@ -68,6 +41,7 @@ class Scheduler:
         trees: the trees a step may verify; one with a single node is plain decoding.
         scheduling: "fcfs" or "priority" (lower number first, ties by arrival).
         scratch: key indices past the committed length that the drafter writes while it drafts.
+        drafter_kv: the drafter keeps KV of its own behind the block ids.
 
     Raises:
         ValueError: a limit is below 1, the policy is unknown, or no tree fits the token budget.
@@ -82,6 +56,7 @@ class Scheduler:
         trees: tuple[Tree, ...],
         scheduling: str = "fcfs",
         scratch: int = 0,
+        drafter_kv: bool = True,
     ) -> None:
         _check_limits(max_num_seqs, max_num_batched_tokens, max_model_len, trees, scheduling)
         self.blocks = blocks
@@ -91,6 +66,7 @@ class Scheduler:
         self.trees = trees
         self.scheduling = scheduling
         self.scratch = scratch
+        self.drafter_kv = drafter_kv
         self.waiting: list[Request] = []  # best rank first
         self.running: list[Request] = []  # best rank first
         self.preemptions = 0
@@ -101,7 +77,7 @@ class Scheduler:
         self._leaving: list[Request] = []  # over, but named by a step in flight
         self._failed: list[Request] = []
         self._slots = list(range(max_num_seqs - 1, -1, -1))
-        self._launched: deque[tuple[int, list[_Entry]]] = deque()
+        self._launched: deque[tuple[int, list[Entry]]] = deque()
         self._arrivals = 0
         self._step = 0
 
@@ -164,18 +140,18 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, to be launched at once. None: nothing can run before a collect."""
-        draft = self._open()
-        self._plan_starved(draft)
-        self._plan_decode(draft)
-        self._plan_prefill(draft)
-        self._admit(draft)
-        if not draft.entries:
+        build = self._open()
+        self._plan_starved(build)
+        self._plan_decode(build)
+        self._plan_prefill(build)
+        self._admit(build)
+        if not build.entries:
             assert self._launched or not (self.running or self.waiting), (
                 f"nothing runs: {len(self.running)} running, {len(self.waiting)} waiting, "
                 f"{self.blocks.available} of {self.blocks.usable} blocks available"
             )
             return None
-        return self._close(draft)
+        return self._close(build)
 
     def collect(self, result: StepResult) -> list[tuple[Request, SlotResult]]:
         """Take in the results of the oldest launched step; those still wanted are returned."""
@@ -232,7 +208,7 @@ class Scheduler:
 
     # Parts of plan().
 
-    def _open(self) -> _Draft:
+    def _open(self) -> PlanBuilder:
         decoding = sum(request.decodes for request in self.running)
         prompts = sum(request.prefilling for request in self.running)
         prompts += bool(self.waiting and self._slots)
@@ -241,40 +217,40 @@ class Scheduler:
         room = budget - budget // PROMPT_SHARE if prompts else budget
         next_tree = self._fit(self.wanted_tree, decoding + prompts, room)
         tail = max(self.scratch, self.trees[next_tree].nodes)
-        return _Draft(self._step + 1, budget, tree, next_tree, tail)
+        return PlanBuilder(self._step + 1, budget, tree, next_tree, tail)
 
-    def _plan_starved(self, draft: _Draft) -> None:
+    def _plan_starved(self, build: PlanBuilder) -> None:
         """A prompt that got nothing in the last step goes first, with up to half the budget."""
         for request in self.running:
             if request.prefilling and request.served < self._step:
-                self._chunk(request, draft, max(1, draft.budget // 2))
+                self._chunk(request, build, max(1, build.budget // 2))
                 return
 
-    def _plan_decode(self, draft: _Draft) -> None:
-        nodes = self.trees[draft.tree].nodes
+    def _plan_decode(self, build: PlanBuilder) -> None:
+        nodes = self.trees[build.tree].nodes
         candidates = [request for request in self.running if request.decodes]
-        if len(candidates) * nodes > draft.budget:  # take turns: who waited longest goes first
+        if len(candidates) * nodes > build.budget:  # take turns: who waited longest goes first
             candidates.sort(key=lambda request: (request.served, self._rank(request)))
         for request in candidates:
-            if draft.budget < nodes:
+            if build.budget < nodes:
                 break
             if request.status is Status.RUNNING:  # a better-ranked one may have preempted it
-                self._decode(request, draft)
+                self._decode(request, build)
 
-    def _plan_prefill(self, draft: _Draft) -> None:
+    def _plan_prefill(self, build: PlanBuilder) -> None:
         for request in tuple(self.running):
-            if request.prefilling and request.served != draft.step and draft.budget > 0:
-                self._chunk(request, draft, draft.budget)
+            if request.prefilling and request.served != build.step and build.budget > 0:
+                self._chunk(request, build, build.budget)
 
-    def _admit(self, draft: _Draft) -> None:
-        while self.waiting and self._slots and draft.budget > 0:
+    def _admit(self, build: PlanBuilder) -> None:
+        while self.waiting and self._slots and build.budget > 0:
             request = self.waiting[0]
             if request.in_flight:  # preempted: its last tokens are still to come
                 return
             # Prompt log-probabilities need every prompt row computed.
             read = request.params.prompt_logprobs is None
             hit = self.blocks.match(request.tokens, request.chain) if read else []
-            keys = min(len(request.tokens) + 1, request.limit) + draft.tail
+            keys = min(len(request.tokens) + 1, request.limit) + build.tail
             fresh = self.blocks.blocks_for(keys) - len(hit)
             if fresh + len(hit) > self.blocks.usable:
                 self._fail(request, keys)
@@ -283,10 +259,10 @@ class Scheduler:
             room = self.blocks.available - self.blocks.idle_among(hit) - len(self.running)
             if fresh > room:
                 return
-            self._start(request, draft, hit, fresh)
-            self._chunk(request, draft, draft.budget)
+            self._start(request, build, hit, fresh)
+            self._chunk(request, build, build.budget)
 
-    def _start(self, request: Request, draft: _Draft, hit: list[int], fresh: int) -> None:
+    def _start(self, request: Request, build: PlanBuilder, hit: list[int], fresh: int) -> None:
         self.waiting.remove(request)
         self.blocks.hold(hit)
         request.blocks = [*hit, *self.blocks.alloc(fresh)]
@@ -300,81 +276,41 @@ class Scheduler:
             request.counts.cached = request.computed
             self.blocks.count(request.target, request.computed)
         insort(self.running, request, key=self._rank)
-        draft.new.append(
-            NewSlot(
-                slot=request.slot,
-                tokens=tuple(request.tokens),
-                prompt_length=request.prompt_length,
-                limit=request.limit,
-                params=request.params,
-                seed=request.seed,
-                cached=request.computed,
-                stop_ids=request.stop_ids,
-                bad_words=request.bad_words,
-            )
-        )
-        draft.new_blocks.append(NewBlocks(request.slot, 0, tuple(request.blocks)))
+        build.admit(request)
 
-    def _decode(self, request: Request, draft: _Draft) -> None:
-        tree = self.trees[draft.tree]
+    def _decode(self, request: Request, build: PlanBuilder) -> None:
+        tree = self.trees[build.tree]
         longest = min(request.high, request.limit - 1)  # a request at its limit is over
         committed = min(longest + tree.depth + 1, request.limit)
-        keys = max(longest - 1 + tree.nodes, committed + draft.tail)
-        if not self._reserve(request, keys, draft):
+        keys = max(longest - 1 + tree.nodes, committed + build.tail)
+        if not self._reserve(request, keys, build):
             return
         self._assert_writable(request, request.low - 1, keys)
-        draft.decode.append(request.slot)
-        draft.budget -= tree.nodes
-        self._enter(request, draft, request.low + 1, _Entry(request, request.slot, tree.depth + 1))
+        build.decode(request, tree)
 
-    def _chunk(self, request: Request, draft: _Draft, most: int) -> None:
+    def _chunk(self, request: Request, build: PlanBuilder, most: int) -> None:
         start = request.computed
         count = min(request.target - start, most)
-        last = start + count == request.target
-        if last:
-            keys = min(request.target + 1, request.limit) + draft.tail
-            if not self._reserve(request, keys, draft):
+        if start + count == request.target:
+            keys = min(request.target + 1, request.limit) + build.tail
+            if not self._reserve(request, keys, build):
                 return
         self._assert_writable(request, start, start + count)
-        draft.chunks.append(Chunk(request.slot, start, count, last))
-        draft.budget -= count
-        request.computed += count
-        self._enter(
-            request, draft, request.target + 1, _Entry(request, request.slot, int(last), start)
-        )
+        build.chunk(request, count)
 
-    def _enter(self, request: Request, draft: _Draft, low: int, entry: _Entry) -> None:
-        """Book a part in the step; `low` is the least length after it, if it emits."""
-        draft.entries.append(entry)
-        request.in_flight.append(entry.most)
-        request.served = draft.step
-        if entry.most and (not request.params.speculates or low >= request.limit - 1):
-            draft.undrafted.add(request.slot)  # at most one more token: nothing to draft
-
-    def _close(self, draft: _Draft) -> Plan:
-        self._step = draft.step
-        self._launched.append((draft.step, draft.entries))
-        for entry in draft.entries:
+    def _close(self, build: PlanBuilder) -> Plan:
+        self._step = build.step
+        self._launched.append((build.step, build.entries))
+        for entry in build.entries:
             self._register(entry.request, entry.request.computed)
-        emitting = {entry.slot for entry in draft.entries if entry.most}
-        if emitting and emitting == draft.undrafted:
-            draft.next_tree = self._by_size[-1]
-        self._drafted_tree = draft.next_tree
-        return Plan(
-            step=draft.step,
-            new=tuple(draft.new),
-            new_blocks=tuple(draft.new_blocks),
-            chunks=tuple(draft.chunks),
-            decode=tuple(draft.decode),
-            tree=draft.tree,
-            next_tree=draft.next_tree,
-            keys=draft.keys,
-            undrafted=frozenset(draft.undrafted),
-        )
+        if build.drafts_nothing:
+            build.next_tree = self._by_size[-1]
+        self._drafted_tree = build.next_tree
+        return build.close()
 
     # Blocks.
 
-    def _reserve(self, request: Request, keys: int, draft: _Draft) -> bool:
+    def _reserve(self, request: Request, keys: int, build: PlanBuilder) -> bool:
         """Own blocks for `keys` key indices; may preempt. False: not in this step."""
         need = self.blocks.blocks_for(keys) - len(request.blocks)
         if need + len(request.blocks) > self.blocks.usable:
@@ -382,23 +318,21 @@ class Scheduler:
                 self._fail(request, keys)
             return False
         while self.blocks.available < need:
-            victim = self._victim(request, draft)
+            victim = self._victim(request, build)
             if self._leaving or victim is None:  # blocks come back with the steps in flight
                 return False
             self._preempt(victim)
         if need > 0:
-            fresh = self.blocks.alloc(need)
-            draft.new_blocks.append(NewBlocks(request.slot, len(request.blocks), tuple(fresh)))
-            request.blocks.extend(fresh)
-        draft.keys = max(draft.keys, keys)
+            build.grow(request, self.blocks.alloc(need))
+        build.keys = max(build.keys, keys)
         return True
 
-    def _victim(self, request: Request, draft: _Draft) -> Request | None:
+    def _victim(self, request: Request, build: PlanBuilder) -> Request | None:
         """The worst-ranked running request behind `request` that is not in the step yet."""
         for other in reversed(self.running):
             if other is request:
                 return None
-            if other.served != draft.step:
+            if other.served != build.step:
                 return other
         return None
 
@@ -430,7 +364,7 @@ class Scheduler:
 
     # Parts of collect() and abort().
 
-    def _take(self, entry: _Entry, got: SlotResult) -> SlotResult:
+    def _take(self, entry: Entry, got: SlotResult) -> SlotResult:
         request = entry.request
         request.tokens.extend(got.tokens)
         length = len(request.tokens)
@@ -448,8 +382,10 @@ class Scheduler:
             return got
         assert length < request.limit, f"{request.id} is at its limit {request.limit} but goes on"
         if request.status is Status.RUNNING and entry.most:
+            if self.drafter_kv and not entry.drafted:
+                request.shareable = False  # from here on the drafter's half of the blocks is empty
             request.computed = length - 1
-            self._register(request, length - 1)
+            self._register(request, request.computed)
         return got
 
     def _end(self, request: Request, finish: str) -> None:
@@ -503,14 +439,15 @@ class Scheduler:
         return self._by_size[-1]
 
 
-def _new_prompt_rows(entry: _Entry, got: SlotResult) -> SlotResult:
-    """Without the prompt rows that were delivered before a preemption."""
-    if got.prompt_logprobs is None:
+def _new_prompt_rows(entry: Entry, got: SlotResult) -> SlotResult:
+    """Only rows that speak of prompt tokens and were not delivered before a preemption."""
+    rows, request = got.prompt_logprobs, entry.request
+    if rows is None:
         return got
-    request = entry.request
-    known = min(max(0, request.prompt_rows - entry.start), len(got.prompt_logprobs))
-    request.prompt_rows = max(request.prompt_rows, entry.start + len(got.prompt_logprobs))
-    return replace(got, prompt_logprobs=got.prompt_logprobs[known:])
+    stop = min(entry.start + len(rows), request.prompt_length - 1)
+    fresh = rows[max(0, request.prompt_rows - entry.start) : max(0, stop - entry.start)]
+    request.prompt_rows = max(request.prompt_rows, stop)
+    return replace(got, prompt_logprobs=fresh or None)
 
 
 def _check_limits(
