@@ -67,6 +67,26 @@ class EngineOptions:
     gpu_memory_utilization: Annotated[
         float | None, _engine("--gpu-memory-utilization", help="Share of the memory to use.")
     ] = None
+    tokenizer: Annotated[
+        str | None, _engine("--tokenizer", help="Where the tokenizer comes from; else the model.")
+    ] = None
+    revision: Annotated[str | None, _engine("--revision", help="Of a hub model.")] = None
+    max_num_batched_tokens: Annotated[
+        int | None, _engine("--max-num-batched-tokens", help="Tokens per step.")
+    ] = None
+    block_size: Annotated[int | None, _engine("--block-size", help="Tokens per KV block.")] = None
+    kv_cache_memory_bytes: Annotated[
+        int | None, _engine("--kv-cache-memory-bytes", help="Size of the KV pool.")
+    ] = None
+    enable_prefix_caching: Annotated[
+        bool | None,
+        _engine(
+            "--enable-prefix-caching/--no-enable-prefix-caching", help="Keep the KV of prompts."
+        ),
+    ] = None
+    enforce_eager: Annotated[
+        bool | None, _engine("--enforce-eager", help="No compilation and no CUDA graphs.")
+    ] = None
     tensor_parallel_size: Annotated[
         int | None, _engine("--tensor-parallel-size", "-tp", help="Devices to spread over.")
     ] = None

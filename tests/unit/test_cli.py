@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from foretell import cli, demo
+from foretell.config import EngineConfig
 from foretell.metrics import Metrics
-from foretell.options import EngineOptions
+from foretell.options import EngineOptions, SamplingOptions
 from foretell.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from foretell.sampling_params import SamplingParams
 
@@ -154,6 +155,18 @@ def test_options_reach_llm_and_what_is_left_out_is_not_passed() -> None:
         "num_speculative_tokens": 5,
         "max_num_seqs": 2,
     }
+
+
+def test_every_engine_option_is_a_field_of_the_engine_config() -> None:
+    known = {f.name for f in fields(EngineConfig)}
+    words = {"speculate_model", "num_speculative_tokens", "spec_method", "speculative_config"}
+    assert {f.name for f in fields(EngineOptions)} - words <= known
+
+
+def test_every_sampling_option_is_a_field_of_sampling_params_with_a_sane_default() -> None:
+    known = {f.name for f in fields(SamplingParams)}
+    assert {f.name for f in fields(SamplingOptions)} <= known
+    assert SamplingOptions().params().greedy
 
 
 def test_spec_method_is_a_short_form_of_speculative_config() -> None:
