@@ -1,0 +1,222 @@
+"""The parts of a decoder: weights that know how to be packed, attention, MLP, and the layer made of them.
+
+Features of a family (biases, query/key norms, sandwich norms, experts) are read from the config once, when a part is
+built. Parameters are born on the meta device and take real tensors through `fill`, which packs a part as soon as it is
+whole; a packed part may give its plain weight back, so no `state_dict` is promised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foretell.model.config import ModelConfig
+from foretell.model.rope import Rotation
+from foretell.ops.meta import LayerKV, Meta
+from foretell.ops.table import OpTable
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What every part is built with."""
+
+    ops: OpTable
+    dtype: torch.dtype
+
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """A parameter without memory, to be filled."""
+        empty = torch.empty(shape, dtype=dtype or self.dtype, device="meta")
+        return nn.Parameter(empty, requires_grad=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What one layer must know of a forward pass, besides the rows themselves."""
+
+    meta: Meta
+    kv_slots: Tensor  # [R] int64
+    rotation: Rotation
+    mask: Any  # what `ops.mask` made for the layer's window
+    window: int | None
+
+
+class Linear(nn.Module):
+    """y = x W^T + b. With `gate`, W holds a gate and an up projection and y = act(gate) * up."""
+
+    def __init__(
+        self, build: Build, inputs: int, outputs: int, bias: bool, gate: str | None = None
+    ) -> None:
+        super().__init__()
+        self.ops, self.gate = build.ops, gate
+        self.weight = build.parameter(outputs, inputs)
+        self.bias = build.parameter(outputs) if bias else None
+        self.packed: Any = None
+
+    def pack(self) -> None:
+        """Lay out the weights for the device; a copy replaces the plain weight."""
+        pack = self.ops.pack_linear if self.gate is None else self.ops.pack_gated
+        self.packed = pack(self.weight, self.bias)
+        if self.ops.repacks(self.weight):
+            self.weight = nn.Parameter(self.weight.detach().to("meta"), requires_grad=False)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[R, I] → [R, O], plus the residual if given."""
+        if self.gate is not None:
+            return self.ops.gated(x, self.packed, self.gate)
+        return self.ops.linear(x, self.packed, residual)
+
+
+class Experts(nn.Module):
+    """A mixture of gated MLPs and its router."""
+
+    def __init__(self, build: Build, config: ModelConfig) -> None:
+        super().__init__()
+        self.ops, self.chosen = build.ops, config.experts_per_token
+        self.activation = config.activation.value
+        count, inner, hidden = config.experts, config.intermediate_size, config.hidden_size
+        self.router = Linear(build, hidden, count, bias=False)
+        self.gate_up = build.parameter(count, 2 * inner, hidden)
+        self.down = build.parameter(count, hidden, inner)
+        self.packed: Any = None
+
+    def pack(self) -> None:
+        """Lay out the experts for the device; a copy replaces the plain weights."""
+        self.packed = self.ops.pack_experts(self.gate_up, self.down)
+        if self.ops.repacks(self.down):
+            self.gate_up = nn.Parameter(self.gate_up.detach().to("meta"), requires_grad=False)
+            self.down = nn.Parameter(self.down.detach().to("meta"), requires_grad=False)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[R, H] → [R, H], plus the residual if given."""
+        out = self.ops.experts(x, self.router(x), self.packed, self.chosen, self.activation)
+        return out if residual is None else residual + out
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm; its weight is kept in float32 or wider."""
+
+    def __init__(self, build: Build, size: int, eps: float) -> None:
+        super().__init__()
+        self.ops, self.eps = build.ops, eps
+        wide = torch.promote_types(build.dtype, torch.float32)
+        self.weight = build.parameter(size, dtype=wide)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[..., H] → [..., H], plus the residual if given."""
+        return self.ops.rms_norm(x, self.weight, self.eps, residual)
+
+
+class Attention(nn.Module):
+    """Self-attention over paged keys.
+
+    Args:
+        inputs: width of the rows it reads, if it is not the model's (EAGLE-3 reads two hidden states side by side).
+    """
+
+    def __init__(self, build: Build, config: ModelConfig, inputs: int | None = None) -> None:
+        super().__init__()
+        self.ops, self.config = build.ops, config
+        self.heads, self.kv_heads, self.dim = config.heads, config.kv_heads, config.head_dim
+        width = (self.heads + 2 * self.kv_heads) * self.dim
+        self.qkv = Linear(build, inputs or config.hidden_size, width, config.qkv_bias)
+        self.output = Linear(build, self.heads * self.dim, config.hidden_size, config.output_bias)
+        self.q_norm = RMSNorm(build, self.dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(build, self.dim, config.norm_eps) if config.qk_norm else None
+
+    def forward(
+        self, x: Tensor, context: Context, kv: LayerKV, residual: Tensor | None = None
+    ) -> Tensor:
+        """[R, I] → [R, H], plus the residual if given."""
+        qkv = self.qkv(x).view(x.shape[0], -1, self.dim)  # [R, heads + 2 * KV, D]
+        qk, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])
+            qk = torch.cat((q, k), dim=1)
+        qk = self.ops.rope(qk, context.rotation.cos, context.rotation.sin)
+        q, k = qk[:, : self.heads], qk[:, self.heads :]
+        self.ops.store_kv(k, v, kv, context.kv_slots)
+        config = self.config
+        seen = self.ops.attention(
+            q,
+            kv,
+            context.meta,
+            context.mask,
+            context.window,
+            config.scale,
+            config.attention_softcap,
+        )
+        out: Tensor = self.output(seen, residual)
+        return out
+
+
+class Mlp(nn.Module):
+    """The gated MLP."""
+
+    def __init__(self, build: Build, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up = Linear(build, hidden, 2 * inner, bias, gate=config.activation.value)
+        self.down = Linear(build, inner, hidden, bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[R, H] → [R, H], plus the residual if given."""
+        out: Tensor = self.down(self.gate_up(x), residual)
+        return out
+
+
+class Layer(nn.Module):
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); sandwich norms stand before the additions."""
+
+    def __init__(self, build: Build, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.norm_eps
+        self.sandwich = config.sandwich_norms
+        self.attention_norm = RMSNorm(build, hidden, eps)
+        self.attention = Attention(build, config)
+        self.mlp_norm = RMSNorm(build, hidden, eps)
+        self.mlp = Experts(build, config) if config.experts else Mlp(build, config)
+        self.attention_post_norm = RMSNorm(build, hidden, eps) if self.sandwich else None
+        self.mlp_post_norm = RMSNorm(build, hidden, eps) if self.sandwich else None
+
+    def forward(self, x: Tensor, context: Context, kv: LayerKV) -> Tensor:
+        """[R, H] → [R, H], the residual stream after this layer."""
+        if self.attention_post_norm is None or self.mlp_post_norm is None:
+            x = self.attention(self.attention_norm(x), context, kv, x)
+            out: Tensor = self.mlp(self.mlp_norm(x), x)
+        else:
+            x = self.attention_post_norm(self.attention(self.attention_norm(x), context, kv), x)
+            out = self.mlp_post_norm(self.mlp(self.mlp_norm(x)), x)
+        return out
+
+
+def fill(root: nn.Module, name: str, tensor: Tensor) -> None:
+    """Give a parameter its values, and pack its part as soon as the part is whole.
+
+    Args:
+        name: dotted path of the parameter below `root`.
+        tensor: of the parameter's shape and dtype, on the device it is to live on.
+    """
+    path, _, leaf = name.rpartition(".")
+    part = root.get_submodule(path)
+    old = part.get_parameter(leaf)
+    assert tensor.shape == old.shape, f"{name}: {tuple(tensor.shape)} into {tuple(old.shape)}"
+    assert tensor.dtype == old.dtype, f"{name}: {tensor.dtype} into {old.dtype}"
+    setattr(part, leaf, nn.Parameter(tensor, requires_grad=False))
+    whole = not any(parameter.is_meta for parameter in part.parameters(recurse=False))
+    if whole and isinstance(part, Linear | Experts):
+        part.pack()
+
+
+def fill_random(root: nn.Module, seed: int, device: torch.device) -> None:
+    """Fill every parameter below `root` with noise that keeps activations of order one."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in list(root.named_parameters()):
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        if parameter.dim() == 1:
+            values = 0.1 * noise if name.endswith("bias") else 1 + 0.1 * noise
+        else:
+            values = noise * parameter.shape[-1] ** -0.5
+        fill(root, name, values.to(device=device, dtype=parameter.dtype))

@@ -1,0 +1,171 @@
+"""Matrix products with weights that are packed once, when they are loaded.
+
+On a CPU with bfloat16 units, bfloat16 weights are reordered for oneDNN; everywhere else packing keeps the weight as it
+is (so a packed weight is still the parameter, and gradients reach it). Only this file knows which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretell.ops.reference.layers import act_mul
+
+_ROWS_HINT = 8  # rows a product is laid out for: a few requests, or one draft tree
+_ONEDNN_ACTIVATIONS = {
+    "silu": ("swish", ""),
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A weight [out, in] and its bias, ready for `linear`."""
+
+    weight: Tensor  # [O, I], or an opaque oneDNN tensor
+    bias: Tensor | None  # [O]
+    onednn: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PackedGated:
+    """Gate and up projections, ready for `gated`: one product, or two with the activation fused into them."""
+
+    both: Packed | None
+    gate: Packed | None
+    up: Packed | None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """The MLPs of a mixture of experts, ready for `experts`."""
+
+    gate_up: tuple[PackedGated, ...]
+    down: tuple[Packed, ...]
+
+
+@cache
+def has_bfloat16_units() -> bool:
+    """Whether this CPU multiplies bfloat16 natively."""
+    return torch.backends.mkldnn.is_available() and bool(  # type: ignore[no-untyped-call]
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+def repacks(weight: Tensor) -> bool:
+    """Whether packing copies a weight into the oneDNN layout."""
+    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and has_bfloat16_units()
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None) -> Packed:
+    """Lay out a weight for `linear`.
+
+    Args:
+        weight: [O, I].
+        bias: [O] or None.
+    """
+    if not repacks(weight):
+        return Packed(weight, bias, onednn=False)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS_HINT)
+    return Packed(packed, None if bias is None else bias.detach(), onednn=True)
+
+
+def linear(x: Tensor, packed: Packed, residual: Tensor | None = None) -> Tensor:
+    """x W^T + b (+ residual).
+
+    Args:
+        x: [R, I].
+        residual: [R, O] or None.
+
+    Returns:
+        [R, O].
+    """
+    if not packed.onednn:
+        out = F.linear(x, packed.weight, packed.bias)
+        return out if residual is None else residual + out
+    product = torch.ops.mkldnn._linear_pointwise
+    if residual is None:
+        plain: Tensor = product(x, packed.weight, packed.bias, "none", [], "")
+        return plain
+    added: Tensor = product.binary(x, residual, packed.weight, packed.bias, "add")
+    return added
+
+
+def pack_gated(weight: Tensor, bias: Tensor | None) -> PackedGated:
+    """Lay out a fused gate and up projection for `gated`.
+
+    Args:
+        weight: [2 * O, I], the gate first.
+        bias: [2 * O] or None.
+    """
+    if not repacks(weight):
+        return PackedGated(both=pack_linear(weight, bias), gate=None, up=None)
+    gate, up = weight.chunk(2)
+    gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
+    return PackedGated(both=None, gate=pack_linear(gate, gate_bias), up=pack_linear(up, up_bias))
+
+
+def gated(x: Tensor, packed: PackedGated, activation: str) -> Tensor:
+    """act(gate(x)) * up(x).
+
+    Args:
+        x: [R, I].
+        activation: "silu", "gelu" or "gelu_tanh".
+
+    Returns:
+        [R, O].
+    """
+    if packed.both is not None:
+        return act_mul(linear(x, packed.both), activation)
+    gate, up = packed.gate, packed.up
+    assert gate is not None, "neither fused nor split"
+    assert up is not None, "neither fused nor split"
+    product = torch.ops.mkldnn._linear_pointwise
+    name, algorithm = _ONEDNN_ACTIVATIONS[activation]
+    scalars = [1.0] if name == "swish" else []
+    acted = product(x, gate.weight, gate.bias, name, scalars, algorithm)
+    out: Tensor = product.binary(x, acted, up.weight, up.bias, "mul")
+    return out
+
+
+def pack_experts(gate_up: Tensor, down: Tensor) -> PackedExperts:
+    """Lay out E experts for `experts`.
+
+    Args:
+        gate_up: [E, 2 * I, H].
+        down: [E, H, I].
+    """
+    return PackedExperts(
+        gate_up=tuple(pack_gated(weight, None) for weight in gate_up.unbind()),
+        down=tuple(pack_linear(weight, None) for weight in down.unbind()),
+    )
+
+
+def experts(
+    x: Tensor, router: Tensor, packed: PackedExperts, chosen: int, activation: str
+) -> Tensor:
+    """Mixture of experts (arXiv 2401.04088, section 2.1): softmax over the router, the best `chosen`, renormalised.
+
+    Every expert runs on every row and a row that did not choose it weighs it zero: no shape depends on data.
+
+    Args:
+        x: [R, H].
+        router: [R, E], router logits.
+
+    Returns:
+        [R, H].
+    """
+    probs = torch.softmax(router.float(), dim=-1)
+    best, ids = probs.topk(chosen, dim=-1)
+    weights = (
+        torch.zeros_like(probs).scatter(1, ids, best / best.sum(dim=-1, keepdim=True)).to(x.dtype)
+    )
+    out = torch.zeros_like(x)
+    for i, (gate_up, down) in enumerate(zip(packed.gate_up, packed.down, strict=True)):
+        out = torch.addcmul(out, linear(gated(x, gate_up, activation), down), weights[:, i : i + 1])
+    return out

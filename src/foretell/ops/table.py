@@ -1,0 +1,62 @@
+"""The table of operations a model runs on, chosen once per device. Logic above never asks which device it is on.
+
+Not a registry: a row of functions with the signatures of `ops/reference`, which is their specification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretell.ops.reference import attention, layers, linear
+
+# What `pack_*` returns belongs to the table that made it: an opaque value that only its own `linear`, `gated` or
+# `experts` reads. The same holds for `mask` and `attention`.
+Opaque = Any
+
+
+@dataclass(frozen=True, slots=True)
+class OpTable:
+    """The operations of a decoder; see `ops/reference` for arguments and shapes."""
+
+    embed: Callable[[Tensor, Tensor, float], Tensor]
+    rms_norm: Callable[..., Tensor]  # (x, weight, eps, residual=None)
+    rope: Callable[[Tensor, Tensor, Tensor], Tensor]
+    store_kv: Callable[..., None]  # (k, v, kv, kv_slots)
+    mask: Callable[..., Opaque]  # (meta, window, block_size, group, dtype)
+    attention: Callable[..., Tensor]  # (q, kv, meta, mask, window, scale, softcap)
+    act_mul: Callable[[Tensor, str], Tensor]
+    repacks: Callable[[Tensor], bool]  # whether packing copies this weight
+    pack_linear: Callable[[Tensor, Tensor | None], Opaque]
+    linear: Callable[..., Tensor]  # (x, packed, residual=None)
+    pack_gated: Callable[[Tensor, Tensor | None], Opaque]
+    gated: Callable[[Tensor, Opaque, str], Tensor]
+    pack_experts: Callable[[Tensor, Tensor], Opaque]
+    experts: Callable[[Tensor, Tensor, Opaque, int, str], Tensor]
+
+
+REFERENCE = OpTable(
+    embed=layers.embed,
+    rms_norm=layers.rms_norm,
+    rope=layers.rope,
+    store_kv=attention.store_kv,
+    mask=attention.mask,
+    attention=attention.attention,
+    act_mul=layers.act_mul,
+    repacks=linear.repacks,
+    pack_linear=linear.pack_linear,
+    linear=linear.linear,
+    pack_gated=linear.pack_gated,
+    gated=linear.gated,
+    pack_experts=linear.pack_experts,
+    experts=linear.experts,
+)
+
+
+def table_for(device: torch.device) -> OpTable:
+    """The operations for a device."""
+    return REFERENCE
