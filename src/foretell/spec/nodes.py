@@ -6,6 +6,7 @@ Not a place for decisions: acceptance is in verify.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,14 +18,17 @@ from foretell.spec.tree import Tree
 @dataclass(frozen=True, slots=True)
 class Level:
     """One level of a static tree, as a drafter fills it: `nodes[j]` takes candidate `ranks[j]` of its parent, which is
-    entry `parents[j]` of the level above's `expanded` nodes; `expanded` are this level's nodes that have children."""
+    entry `parents[j]` of the level above's `expanded` nodes; `expanded` are this level's nodes that have children, and
+    `above` says the same of their parents. `ordinals` count siblings without the gaps that ranks may have."""
 
     depth: int
     nodes: Tensor  # [n] int64
     parents: Tensor  # [n] int64
     ranks: Tensor  # [n] int64
+    ordinals: Tensor  # [n] int64
     width: int  # candidates needed of each parent
     expanded: Tensor  # [m] int64
+    above: Tensor  # [m] int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class Shape:
     parents: Tensor  # [B or 1, N] int64, the root's is 0 (itself)
     depths: Tensor  # [B or 1, N] int64
     bits: Tensor  # [B or 1, N] int64, ancestors and self
-    ranks: Tensor  # [N] int64, place among siblings; of the bounding tree if dynamic
+    ranks: Tensor  # [B or 1, N] int64, place among siblings
     spine: Tensor  # [N] bool, best candidate of the best candidate ...; of the bounding tree if dynamic
     levels: tuple[Level, ...]  # of depth 1 and on; empty if dynamic
 
@@ -57,15 +61,16 @@ class Nodes:
 def static_shape(tree: Tree, device: torch.device) -> Shape:
     """The shape shared by all rows that verify `tree`."""
 
-    def ints(values: tuple[int, ...]) -> Tensor:
+    def ints(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
+    elder = [tree.parents[:node].count(parent) for node, parent in enumerate(tree.parents)]
     return Shape(
         tree=tree,
         parents=ints((0, *tree.parents[1:])).unsqueeze(0),
         depths=ints(tree.depths).unsqueeze(0),
         bits=ints(tree.ancestors).unsqueeze(0),
-        ranks=ints(tree.ranks),
+        ranks=ints(elder).unsqueeze(0),
         spine=torch.tensor(tree.spine, dtype=torch.bool, device=device),
         levels=_levels(tree, device),
     )
@@ -79,14 +84,17 @@ def _levels(tree: Tree, device: torch.device) -> tuple[Level, ...]:
     levels, above = [], [0]
     for depth, nodes in enumerate(tree.levels[1:], start=1):
         expanded = [node for node in nodes if node in with_children]
+        siblings = [[n for n in nodes if tree.parents[n] == tree.parents[node]] for node in nodes]
         levels.append(
             Level(
                 depth=depth,
                 nodes=ints(list(nodes)),
                 parents=ints([above.index(tree.parents[node]) for node in nodes]),
                 ranks=ints([tree.ranks[node] for node in nodes]),
-                width=1 + max(tree.ranks[node] for node in nodes),
+                ordinals=ints([s.index(node) for s, node in zip(siblings, nodes, strict=True)]),
+                width=max(max(tree.ranks[node] + 1 for node in nodes), *map(len, siblings)),
                 expanded=ints(expanded),
+                above=ints([above.index(tree.parents[node]) for node in expanded]),
             )
         )
         above = expanded
@@ -111,12 +119,14 @@ def dynamic_shape(bound: Shape, parents: Tensor) -> Shape:
     for _ in range(bound.tree.depth):
         depths = depths + (up > 0)
         up = parents.gather(1, up)
+    same = parents.unsqueeze(2) == parents.unsqueeze(1)  # [B, N, N]
+    elder = same & (place < place.unsqueeze(1)) & (place > 0)
     return Shape(
         tree=bound.tree,
         parents=parents,
         depths=depths,
         bits=bits,
-        ranks=bound.ranks,
+        ranks=elder.sum(-1),
         spine=bound.spine,
         levels=(),
     )
