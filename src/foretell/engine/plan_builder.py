@@ -39,6 +39,7 @@ class PlanBuilder:
     decoding: list[int] = field(default_factory=list)
     undrafted: set[int] = field(default_factory=set)
     entries: list[Entry] = field(default_factory=list)
+    promised: set[bytes] = field(default_factory=set)  # hashes of blocks that the chunks will fill
 
     def admit(self, request: Request) -> None:
         """The request enters its slot, with the blocks it has."""

@@ -250,6 +250,8 @@ class Scheduler:
             # Prompt log-probabilities need every prompt row computed.
             read = request.params.prompt_logprobs is None
             hit = self.blocks.match(request.tokens, request.chain) if read else []
+            if read and self._is_promised(request, len(hit), build):
+                return
             keys = min(len(request.tokens) + 1, request.limit) + build.tail
             fresh = self.blocks.blocks_for(keys) - len(hit)
             if fresh + len(hit) > self.blocks.usable:
@@ -261,6 +263,11 @@ class Scheduler:
                 return
             self._start(request, build, hit, fresh)
             self._chunk(request, build, build.budget)
+
+    def _is_promised(self, request: Request, hit: int, build: PlanBuilder) -> bool:
+        """This step fills the block after the hit: a step later it need not be computed again."""
+        shared = (len(request.tokens) - 1) // self.blocks.block_size
+        return hit < shared and bool(build.promised) and request.chain[hit] in build.promised
 
     def _start(self, request: Request, build: PlanBuilder, hit: list[int], fresh: int) -> None:
         self.waiting.remove(request)
@@ -297,6 +304,10 @@ class Scheduler:
                 return
         self._assert_writable(request, start, start + count)
         build.chunk(request, count)
+        if request.shareable and self.blocks.prefix_cache:
+            size = self.blocks.block_size
+            extend_chain(request.chain, request.tokens, size)
+            build.promised.update(request.chain[start // size : request.computed // size])
 
     def _close(self, build: PlanBuilder) -> Plan:
         self._step = build.step
