@@ -65,7 +65,8 @@ class FakeDevice:
         self.scheduler = scheduler
         self.rng = rng
         self.size = scheduler.blocks.block_size
-        self.kv = [GARBAGE] * scheduler.blocks.num_blocks * self.size
+        self.kv = [GARBAGE] * scheduler.blocks.num_blocks * self.size  # the target's
+        self.drafter_kv = list(self.kv)
         self.rows: dict[int, Row] = {}
         self.plans: list[Plan] = []
         self.commits: deque[int] = deque()  # scripted commit lengths; random when empty
@@ -93,17 +94,17 @@ class FakeDevice:
         assert len(set(slots)) == len(slots), "a slot has two parts in one step"
         assert len(slots) <= self.scheduler.max_num_seqs
 
-    def _write(self, row: Row, start: int, stop: int, valid: bool) -> None:
+    def _write(self, kv: list[int], row: Row, start: int, stop: int, valid: bool) -> None:
         assert stop <= len(row.table) * self.size, f"key {stop - 1} is past the table"
         for key in range(start, stop):
             place = row.table[key // self.size] * self.size + key % self.size
             assert place >= self.size, "the null block was written"
-            self.kv[place] = row.ids[key] if valid else GARBAGE
+            kv[place] = row.ids[key] if valid else GARBAGE
 
-    def _read(self, row: Row, stop: int) -> None:
+    def _read(self, kv: list[int], row: Row, stop: int) -> None:
         for key in range(stop):
             place = row.table[key // self.size] * self.size + key % self.size
-            assert self.kv[place] == row.ids[key], f"key {key} holds somebody else's content"
+            assert kv[place] == row.ids[key], f"key {key} holds somebody else's content"
 
     def _emit(self, row: Row, most: int) -> tuple[tuple[int, ...], str | None]:
         out: list[int] = []
@@ -117,25 +118,33 @@ class FakeDevice:
                 return tuple(out), "stop" if token == STOP else "length"
         return tuple(out), None
 
-    def _draft(self, plan: Plan, row: Row) -> None:
-        if row.live:
-            tail = max(self.scheduler.scratch, self.scheduler.trees[plan.next_tree].nodes)
-            length = len(row.tokens)
-            assert length + tail <= plan.keys
-            self._write(row, length - 1, length + tail, valid=False)
+    def _draft(self, plan: Plan, slot: int, start: int) -> None:
+        """The drafter ingests the tokens from `start` on, reads all it has, and scribbles behind."""
+        row = self.rows[slot]
+        if not row.live or slot in plan.undrafted:
+            return
+        tail = max(self.scheduler.scratch, self.scheduler.trees[plan.next_tree].nodes)
+        length = len(row.tokens)
+        assert length + tail <= plan.keys
+        self._write(self.kv, row, length - 1, length + tail, valid=False)
+        if self.scheduler.drafter_kv:
+            self._write(self.drafter_kv, row, start, length, valid=True)
+            self._read(self.drafter_kv, row, length)
+            self._write(self.drafter_kv, row, length, length + tail, valid=False)
 
     def _chunk(self, plan: Plan, chunk) -> SlotResult | None:
         row = self.rows[chunk.slot]
         assert chunk.start == row.computed
         assert chunk.count > 0
-        self._read(row, chunk.start)
+        self._read(self.kv, row, chunk.start)
         row.computed += chunk.count
-        self._write(row, chunk.start, row.computed, valid=True)
+        for kv in (self.kv, self.drafter_kv):
+            self._write(kv, row, chunk.start, row.computed, valid=True)
         assert chunk.last == (row.computed == len(row.tokens))
         if not chunk.last:
             return None
         tokens, finish = self._emit(row, 1)
-        self._draft(plan, row)
+        self._draft(plan, chunk.slot, row.computed)
         return SlotResult(chunk.slot, tokens, finish)
 
     def _decode(self, plan: Plan, slot: int) -> SlotResult | None:
@@ -144,13 +153,13 @@ class FakeDevice:
             return None
         tree = self.scheduler.trees[plan.tree]
         length = len(row.tokens)
-        self._read(row, length - 1)
+        self._read(self.kv, row, length - 1)
         assert length - 1 + tree.nodes <= plan.keys
-        self._write(row, length - 1, length - 1 + tree.nodes, valid=False)
+        self._write(self.kv, row, length - 1, length - 1 + tree.nodes, valid=False)
         most = self.commits.popleft() if self.commits else self.rng.randint(1, tree.depth + 1)
         tokens, finish = self._emit(row, most)
-        self._write(row, length - 1, len(row.tokens) - 1, valid=True)
-        self._draft(plan, row)
+        self._write(self.kv, row, length - 1, len(row.tokens) - 1, valid=True)
+        self._draft(plan, slot, length)
         return SlotResult(slot, tokens, finish, None, tree.nodes - 1, len(tokens) - 1)
 
 
