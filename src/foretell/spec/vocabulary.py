@@ -7,10 +7,31 @@ draft as its unknown token: that costs acceptance, never correctness, since the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger("foretell")
+
+LEAST_OVERLAP = (
+    0.1  # share of the draft's tokens that the target must know for drafting to make sense
+)
+
+
+class Tokenizer(Protocol):
+    """The part of a fast tokenizer of transformers that is read here."""
+
+    bos_token_id: int | None
+    eos_token_id: int | None
+    unk_token_id: int | None
+    pad_token_id: int | None
+
+    def get_vocab(self) -> dict[str, int]:
+        """Token strings and their ids, added tokens included."""
+        ...
 
 
 class Vocabulary:
@@ -94,3 +115,122 @@ def intersect(
             if target_of[other] < 0:
                 target_of[other] = token
     return Vocabulary(draft_of.to(device), target_of.to(device), sizes[0])
+
+
+def pair_vocabularies(
+    target: Tokenizer,
+    draft: Tokenizer,
+    sizes: tuple[int, int],
+    heterogeneous: bool | None,
+    device: torch.device,
+) -> Vocabulary:
+    """How a draft model's tokens correspond to the target's.
+
+    Equal tokenizers need no map, whatever padding the models add. Different ones are paired by their strings, with
+    the beginning and the end of text paired by their role.
+
+    Args:
+        sizes: (V, Vd), widths of the logits.
+        heterogeneous: True pairs by strings, False refuses different vocabularies, None decides by looking.
+
+    Raises:
+        ValueError: the tokenizers differ and `heterogeneous` is False, or share too little to draft with.
+    """
+    ours, theirs = _by_id(target), _by_id(draft)
+    differs = _first_difference(ours, theirs)
+    if differs is None and not heterogeneous:
+        _warn_about_ends(target, draft)
+        return same(*sizes, min(len(ours), len(theirs)), device)
+    if heterogeneous is False:
+        raise ValueError(
+            "Target and draft model should have the same vocabulary size. Target model vocab_size="
+            f"{sizes[0]}. Draft model vocab_size={sizes[1]}. {_describe(differs, ours, theirs)} Pass "
+            "use_heterogeneous_vocab=True to draft through the tokens that both have."
+        )
+    pair = intersect(
+        _with_roles(_canonical(ours), target),
+        _with_roles(_canonical(theirs), draft),
+        sizes,
+        _unknown(draft),
+        device,
+    )
+    share = float((pair.noise_ids > 0).float().mean())
+    if share < LEAST_OVERLAP:
+        raise ValueError(
+            f"the draft model shares only {share:.1%} of its tokens with the target, too few to draft with; "
+            f"{_describe(differs, ours, theirs)} Use a draft model of the target's family"
+        )
+    log.info("draft vocabulary: %.1f%% of its tokens are the target's too", 100 * share)
+    return pair
+
+
+def _by_id(tokenizer: Tokenizer) -> list[str | None]:
+    vocab = tokenizer.get_vocab()
+    strings: list[str | None] = [None] * (max(vocab.values(), default=-1) + 1)
+    for string, token in vocab.items():
+        strings[token] = string
+    return strings
+
+
+def _first_difference(ours: Sequence[str | None], theirs: Sequence[str | None]) -> int | None:
+    """The first id that both use and spell differently."""
+    for token, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        if one != other and one is not None and other is not None:
+            return token
+    return None
+
+
+def _describe(differs: int | None, ours: Sequence[str | None], theirs: Sequence[str | None]) -> str:
+    if differs is None:
+        return ""
+    return f"Token id {differs} is {ours[differs]!r} in the target and {theirs[differs]!r} in the draft."
+
+
+def _warn_about_ends(target: Tokenizer, draft: Tokenizer) -> None:
+    for role in ("bos_token_id", "eos_token_id"):
+        one, other = getattr(target, role), getattr(draft, role)
+        if one != other:
+            log.warning("%s is %s in the target and %s in the draft model", role, one, other)
+
+
+def _canonical(strings: Sequence[str | None]) -> list[str | None]:
+    """Spellings brought to one form: a word's leading space is a space, in byte-level and SentencePiece alike."""
+    byte_level = sum(s.startswith("Ġ") for s in strings if s) > sum(
+        s.startswith("▁") for s in strings if s
+    )
+    table = _byte_level_alphabet()
+    result: list[str | None] = []
+    for string in strings:
+        if string is None:
+            result.append(None)
+        elif byte_level and all(c in table for c in string):
+            result.append(bytes(table[c] for c in string).decode("latin-1"))
+        elif len(string) == 6 and string.startswith("<0x") and string.endswith(">"):
+            result.append(bytes([int(string[3:5], 16)]).decode("latin-1"))
+        else:
+            result.append(string.replace("▁", " ").encode().decode("latin-1"))
+    return result
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Which byte each character of a byte-level vocabulary stands for (GPT-2's printable alphabet)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table = {chr(byte): byte for byte in plain}
+    others = [byte for byte in range(256) if byte not in set(plain)]
+    table.update({chr(256 + place): byte for place, byte in enumerate(others)})
+    return table
+
+
+def _with_roles(strings: list[str | None], tokenizer: Tokenizer) -> list[str | None]:
+    """Beginning and end of text get names by role, so that they pair whatever they are called."""
+    for role, token in (("bos", tokenizer.bos_token_id), ("eos", tokenizer.eos_token_id)):
+        if token is not None and token < len(strings):
+            strings[token] = f"\0{role}"
+    return strings
+
+
+def _unknown(tokenizer: Tokenizer) -> int:
+    for token in (tokenizer.unk_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return token
+    return 0

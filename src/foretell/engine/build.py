@@ -1,0 +1,40 @@
+"""From a configuration to an engine: the host's side around a built runner."""
+
+from __future__ import annotations
+
+from foretell.config import EngineConfig
+from foretell.engine.blocks import BlockManager
+from foretell.engine.engine import Engine, Watcher
+from foretell.engine.scheduler import Scheduler
+from foretell.runner.build import Built
+from foretell.runner.load import build
+
+
+def build_engine(config: EngineConfig, watcher: Watcher | None = None) -> tuple[Engine, object]:
+    """Load and allocate everything; returns the engine and the tokenizer.
+
+    Raises:
+        ValueError: see `foretell.runner.build.build`.
+    """
+    built = build(config)
+    return engine_around(built, config, watcher), built.tokenizer
+
+
+def engine_around(built: Built, config: EngineConfig, watcher: Watcher | None = None) -> Engine:
+    """The engine of a built runner."""
+    scheduler = Scheduler(
+        blocks=BlockManager(built.blocks, config.block_size, config.enable_prefix_caching),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=built.max_model_len,
+        trees=built.trees,
+        scheduling=config.scheduling_policy,
+    )
+    return Engine(
+        built.runner,
+        scheduler,
+        built.eos_token_ids,
+        built.vocab_size,
+        built.max_stop_ids,
+        watcher,
+    )

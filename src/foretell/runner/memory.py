@@ -1,0 +1,41 @@
+"""How much memory there is and what the weights take. Only measuring; who gets what is decided in build.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+
+def available_bytes(device: torch.device, utilization: float) -> int:
+    """Bytes that may still be allocated: the share `utilization` of the device's memory, less what is in use."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(total * utilization) - (total - free)
+    return int(_host_available() * utilization)
+
+
+def weights_bytes(model: nn.Module) -> int:
+    """Bytes of a model's parameters and buffers; shared ones count once."""
+    seen = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    return sum(seen.values())
+
+
+def _host_available() -> int:
+    """Bytes the host can give, by the kernel's estimate and the container's limit."""
+    values = [_meminfo("MemAvailable")]
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()).isdecimal():
+        values.append(int(text) - int(used.read_text()))
+    return max(min(values), 0)
+
+
+def _meminfo(key: str) -> int:
+    path = Path("/proc/meminfo")
+    if not path.exists():  # not Linux: an amount that any machine with a model on it has
+        return 8 << 30
+    for line in path.read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return 8 << 30
