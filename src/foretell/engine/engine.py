@@ -134,6 +134,10 @@ class Engine:
         """End a request; nothing more is heard of it. Unknown or finished ids are no error."""
         self.scheduler.abort(request_id)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV of all finished text."""
+        self.scheduler.reset_prefix_cache()
+
     def has_work(self) -> bool:
         """Whether a request is unfinished or a step is in flight."""
         return self.scheduler.unfinished

@@ -1,0 +1,103 @@
+"""Arguments of vLLM's LLM that this one does not have: each is refused by name, unless it asks for what happens anyway.
+
+Invariant: no argument is ignored. One that is accepted here changes nothing because it says what is so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from foretell.config import refuse_unknown
+from foretell.speculation import Missing
+
+_NONE = Missing((None,), "Leave it out.")
+_ADAPTERS = Missing((None, False), "Merge the adapter into the model's weights before loading it.")
+_ONE_MACHINE = Missing((None, 1), "Use tensor_parallel_size to spread over several devices.")
+_HOST_MEMORY = Missing((None, 0, 0.0), "Use a smaller or quantised model; nothing is swapped out.")
+_TEXT_ONLY = Missing((None, ""), "Only text goes in; leave it out.")
+_CODE = Missing((None, False), "No code is loaded from a model's repository; leave it out.")
+
+MISSING: Mapping[str, Missing] = {
+    "runner": Missing((None, "auto", "generate"), "Only text generation is available."),
+    "convert": Missing((None, "auto", "none"), "Only text generation is available."),
+    "task": Missing((None, "auto", "generate"), "Only text generation is available."),
+    "tokenizer_mode": Missing((None, "auto"), "The model's own fast tokenizer is used."),
+    "tokenizer_revision": Missing((None,), "Use revision, or pass a local directory as tokenizer."),
+    "skip_tokenizer_init": Missing(
+        (None, False), "Pass token ids as prompts and detokenize=False in SamplingParams."
+    ),
+    "trust_remote_code": _CODE,
+    "code_revision": _CODE,
+    "allowed_local_media_path": _TEXT_ONLY,
+    "limit_mm_per_prompt": _TEXT_ONLY,
+    "mm_processor_kwargs": _TEXT_ONLY,
+    "quantization": Missing((None, "gguf"), "Load a GGUF file, or the unquantised checkpoint."),
+    "load_format": Missing(
+        (None, "auto", "safetensors", "gguf"), "The files of the checkpoint decide."
+    ),
+    "config_format": Missing((None, "auto", "hf"), "The files of the checkpoint decide."),
+    "kv_cache_dtype": Missing((None, "auto"), "The KV cache has the dtype of the model."),
+    "hf_token": Missing((None,), "Set the HF_TOKEN environment variable."),
+    "hf_overrides": Missing((None, {}), "Edit config.json in a local copy of the model."),
+    "generation_config": Missing(
+        (None, "auto"), "Pass SamplingParams(...) to not use the model's own defaults."
+    ),
+    "override_generation_config": Missing(
+        (None, {}), "Pass SamplingParams(...) with these values."
+    ),
+    "cpu_offload_gb": _HOST_MEMORY,
+    "swap_space": _HOST_MEMORY,
+    "pipeline_parallel_size": _ONE_MACHINE,
+    "data_parallel_size": _ONE_MACHINE,
+    "distributed_executor_backend": Missing(
+        (None, "mp", "uni"), "Processes on one machine are used."
+    ),
+    "disable_custom_all_reduce": Missing((None, False, True), "There is none."),
+    "compilation_config": _NONE,
+    "logits_processors": Missing(
+        (None, []), "Use logit_bias, allowed_token_ids or bad_words in SamplingParams."
+    ),
+    "enable_lora": _ADAPTERS,
+    "max_lora_rank": _ADAPTERS,
+    "max_loras": _ADAPTERS,
+    "enable_chunked_prefill": Missing(
+        (None, True),
+        "Prefill is always chunked; raise max_num_batched_tokens above the longest prompt.",
+    ),
+    "async_scheduling": Missing((None, True), "The host always plans ahead of the device."),
+    "num_gpu_blocks_override": Missing((None,), "Use kv_cache_memory_bytes."),
+    "prefix_caching_hash_algo": _NONE,
+    "disable_log_stats": Missing((None, False, True), "Counting is always on: get_metrics()."),
+    "max_seq_len_to_capture": _NONE,
+    "spec_method": Missing((None,), "Use speculative_config={'method': ...}."),
+    "spec_model": Missing((None,), "Use speculate_model."),
+    "spec_tokens": Missing((None,), "Use num_speculative_tokens."),
+    "speculative_model": Missing((None,), "Use speculate_model."),
+    "speculative_draft_tensor_parallel_size": Missing(
+        (None,), "Use speculative_config={'draft_tensor_parallel_size': ...}."
+    ),
+    "ngram_prompt_lookup_max": Missing(
+        (None,), "Use speculative_config={'prompt_lookup_max': ...}."
+    ),
+    "ngram_prompt_lookup_min": Missing(
+        (None,), "Use speculative_config={'prompt_lookup_min': ...}."
+    ),
+}
+
+
+def refuse(given: Mapping[str, object], known: Sequence[str]) -> None:
+    """Refuse arguments of LLM that would have no effect.
+
+    Args:
+        given: arguments that LLM has not, with their values.
+        known: the arguments it has.
+
+    Raises:
+        ValueError: one names a feature that does not exist, or is unknown; says what to do instead.
+    """
+    for name, value in given.items():
+        missing = MISSING.get(name)
+        if missing is None:
+            refuse_unknown("LLM", [name], known)
+        elif value not in missing.off:
+            raise ValueError(f"{name}={value!r} is not supported. {missing.remedy}")

@@ -1,0 +1,339 @@
+"""EngineConfig: every choice that is fixed when an engine is built. Torch-free; importable from anywhere.
+
+Frozen dataclasses, nested: the drafter is one of `Ngram | DraftModel | Medusa | Eagle`, or None for plain decoding.
+speculation.py makes it out of the words that users of vLLM know. It is not about one request (SamplingParams), and it
+reads no checkpoint: what depends on the models is checked where they are loaded.
+
+Invariant: an instance is valid in itself. Unknown keys raise and name the nearest known one; a feature that does not
+exist is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Literal, Self, get_args
+
+from foretell.sampling_params import MAX_LOGPROBS
+
+BLOCK_SIZE = 16
+MAX_NUM_SEQS = 64
+MAX_NUM_BATCHED_TOKENS = 2048
+MAX_DRAFT_TOKENS = 63  # a tree has at most 64 nodes, the root included
+
+Acceptance = Literal["match", "rejection", "typical"]
+Policy = Literal["fcfs", "priority"]
+DraftSampling = Literal["probabilistic", "greedy"]
+DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+TreeSpec = tuple[int, ...] | tuple[tuple[int, ...], ...]  # parents (root: -1), or rank paths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ngram:
+    """Drafts what followed the last earlier occurrence of the text's own end; needs no weights.
+
+    Args:
+        prompt_lookup_min, prompt_lookup_max: shortest and longest end to look up, in tokens.
+    """
+
+    num_speculative_tokens: int
+    prompt_lookup_min: int = 5
+    prompt_lookup_max: int = 5
+
+    def __post_init__(self) -> None:
+        _check_draft_tokens(self.num_speculative_tokens)
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        for name, value in (("prompt_lookup_min", low), ("prompt_lookup_max", high)):
+            _require(_is_int(value) and value > 0, f"{name}={value!r} must be > 0")
+        _require(low <= high, f"prompt_lookup_min={low} must be <= prompt_lookup_max={high}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModel:
+    """A smaller language model drafts.
+
+    Args:
+        model: directory, GGUF file or hub name.
+        tensor_parallel_size: 1 or the target's own; None = the target's.
+        max_model_len: requests longer than this are not drafted for; None = the smaller of both models' lengths.
+        use_heterogeneous_vocab: True = draft through the intersection of the vocabularies; False = refuse a draft
+            with another vocabulary; None = look at both and decide.
+        sampling: "probabilistic" drafts with the request's own noise, "greedy" takes the likeliest token.
+    """
+
+    model: str
+    num_speculative_tokens: int
+    revision: str | None = None
+    tensor_parallel_size: int | None = None
+    max_model_len: int | None = None
+    use_heterogeneous_vocab: bool | None = None
+    sampling: DraftSampling = "probabilistic"
+
+    def __post_init__(self) -> None:
+        _check_name("speculative model", self.model)
+        _check_draft_tokens(self.num_speculative_tokens)
+        _check_choice("draft_sample_method", self.sampling, get_args(DraftSampling))
+        if self.max_model_len is not None:
+            _check_positive("max_model_len (of the draft model)", self.max_model_len)
+
+    def length_limit(self, draft_max_model_len: int, target_max_model_len: int) -> int:
+        """Longest text that is drafted for, once both models are known.
+
+        Raises:
+            ValueError: `max_model_len` was given and exceeds the draft's or the target's own.
+        """
+        if self.max_model_len is None:
+            return min(draft_max_model_len, target_max_model_len)
+        for name, own in (("draft", draft_max_model_len), ("target", target_max_model_len)):
+            _require(
+                self.max_model_len <= own,
+                f"speculative_max_model_len={self.max_model_len} cannot be larger than {name}_max_model_len={own}",
+            )
+        return self.max_model_len
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Medusa:
+    """Extra heads on the target's last hidden state draft (arXiv 2401.10774)."""
+
+    model: str
+    num_speculative_tokens: int
+    revision: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle:
+    """One decoder layer on the target's features drafts (arXiv 2401.15077, 2503.01840)."""
+
+    model: str
+    num_speculative_tokens: int
+    revision: str | None = None
+
+
+Drafter = Ngram | DraftModel | Medusa | Eagle
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How an engine speculates.
+
+    Args:
+        drafter: None = plain decoding.
+        acceptance: "match" (the text is what plain decoding gives), "rejection" (the same distribution), or
+            "typical" (LOSSY: the distribution changes).
+        tree: parents of the nodes or their rank paths; None = a chain.
+    """
+
+    drafter: Drafter | None = None
+    acceptance: Acceptance = "match"
+    tree: TreeSpec | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("acceptance", self.acceptance, get_args(Acceptance))
+        if self.tree is None:
+            return
+        if self.drafter is None:
+            raise ValueError(
+                "tree was given without a drafter: name a method or a speculative model"
+            )
+        object.__setattr__(self, "tree", _as_tree(self.tree))
+        drafted = tree_nodes(self.tree) - 1
+        k = self.drafter.num_speculative_tokens
+        _require(
+            drafted == k,
+            f"num_speculative_tokens={k} but the tree drafts {drafted} tokens; leave num_speculative_tokens out",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All that an engine is built from; field names are vLLM's where vLLM has them.
+
+    Args:
+        model: directory, GGUF file or hub name; None = the default model.
+        tokenizer: where the tokenizer comes from; None = the model.
+        dtype: of weights and KV; "auto" = the checkpoint's.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        seed: requests without a seed of their own derive one from it.
+        max_model_len: longest prompt plus answer, in tokens; None = what the model was made for, as far as it fits.
+        max_num_seqs: requests that run at the same time.
+        max_num_batched_tokens: tokens per step, which bounds the prefill chunk.
+        block_size: tokens per KV block.
+        gpu_memory_utilization: share of the device's memory to use.
+        kv_cache_memory_bytes: size of the KV pool; None = what is left of the memory.
+        scheduling_policy: "fcfs" or "priority" (lower numbers first).
+        max_logprobs: most log-probabilities per token a request may ask for; -1 = the whole vocabulary.
+        enforce_eager: no CUDA graphs.
+        drafter, acceptance, tree: see Speculation.
+    """
+
+    model: str | None = None
+    tokenizer: str | None = None
+    revision: str | None = None
+    dtype: DType = "auto"
+    device: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int = MAX_NUM_SEQS
+    max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
+    block_size: int = BLOCK_SIZE
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    tensor_parallel_size: int = 1
+    scheduling_policy: Policy = "fcfs"
+    max_logprobs: int = MAX_LOGPROBS
+    enforce_eager: bool = False
+    drafter: Drafter | None = None
+    acceptance: Acceptance = "match"
+    tree: TreeSpec | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("model", "tokenizer", "revision"):
+            if getattr(self, name) is not None:
+                _check_name(name, getattr(self, name))
+        _check_choice("dtype", self.dtype, get_args(DType))
+        _check_choice("scheduling_policy", self.scheduling_policy, get_args(Policy))
+        self._check_numbers()
+        self._check_device()
+        self._check_draft()
+
+    @property
+    def speculation(self) -> Speculation:
+        """Drafter, acceptance rule and tree together."""
+        return Speculation(self.drafter, self.acceptance, self.tree)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, object]) -> Self:
+        """From keyword arguments whose names are not yet known to be right.
+
+        Raises:
+            ValueError: a key is unknown; the message names the nearest known one.
+        """
+        refuse_unknown("EngineConfig", values, [f.name for f in fields(cls)])
+        return cls(**values)  # type: ignore[arg-type]  # __post_init__ checks every value
+
+    def _check_numbers(self) -> None:
+        _require(_is_int(self.seed), f"seed must be an integer, got {self.seed!r}")
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "block_size",
+            "tensor_parallel_size",
+        ):
+            _check_positive(name, getattr(self, name))
+        for name in ("max_model_len", "kv_cache_memory_bytes"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        size = self.block_size
+        _require(size & (size - 1) == 0, f"block_size must be a power of two, got {size}")
+        share = self.gpu_memory_utilization
+        _require(
+            isinstance(share, int | float) and math.isfinite(share) and 0.0 < share <= 1.0,
+            f"gpu_memory_utilization must be in (0, 1], got {share!r}",
+        )
+        for name in ("enable_prefix_caching", "enforce_eager"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), f"{name} must be True or False, got {value!r}")
+        top = self.max_logprobs
+        _require(_is_int(top) and top >= -1, f"max_logprobs must be at least -1, got {top!r}")
+
+    def _check_device(self) -> None:
+        device = self.device
+        kind, _, index = device.partition(":") if isinstance(device, str) else ("", "", "")
+        _require(
+            (kind in ("auto", "cpu") and not index)
+            or (kind == "cuda" and (not index or index.isdecimal())),
+            f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}",
+        )
+
+    def _check_draft(self) -> None:
+        object.__setattr__(self, "tree", self.speculation.tree)
+        draft = self.drafter
+        if not isinstance(draft, DraftModel):
+            return
+        size = draft.tensor_parallel_size
+        _require(
+            size in (None, 1, self.tensor_parallel_size),
+            f"speculative_draft_tensor_parallel_size={size} cannot be other than 1 or target model "
+            f"tensor_parallel_size={self.tensor_parallel_size}",
+        )
+        if draft.max_model_len is not None and self.max_model_len is not None:
+            draft.length_limit(draft.max_model_len, self.max_model_len)
+
+
+def tree_nodes(tree: TreeSpec) -> int:
+    """N of a tree given as parents or as paths, the root included."""
+    return len(tree) if _is_int(tree[0]) else len(tree) + 1
+
+
+def refuse_unknown(owner: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raise for the first key that is not known.
+
+    Raises:
+        ValueError: names the key, its owner and the nearest known key.
+    """
+    for name in given:
+        if name in known:
+            continue
+        near = get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+        raise ValueError(f"{owner} has no key {name!r}; {hint}")
+
+
+def _as_tree(tree: object) -> TreeSpec:
+    if isinstance(tree, str | bytes) or not isinstance(tree, Sequence) or not tree:
+        raise ValueError(f"tree must be a list of parents or of paths, got {tree!r}")
+    if all(_is_int(parent) for parent in tree):
+        return tuple(tree)
+    paths = []
+    for path in tree:
+        if (
+            not isinstance(path, list | tuple)
+            or not path
+            or not all(_is_int(rank) for rank in path)
+        ):
+            raise ValueError(
+                f"tree must be a list of parents like [-1, 0, 0] or of paths like [[0], [1], [0, 0]], got {path!r}"
+            )
+        paths.append(tuple(path))
+    return tuple(paths)
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_positive(name: str, value: object) -> None:
+    _require(
+        isinstance(value, int) and _is_int(value) and value > 0,
+        f"{name} must be a positive integer, got {value!r}",
+    )
+
+
+def _check_name(name: str, value: object) -> None:
+    _require(
+        isinstance(value, str) and bool(value.strip()),
+        f"{name} must be a directory, a GGUF file or a hub name, got {value!r}",
+    )
+
+
+def _check_choice(name: str, value: object, known: Sequence[str]) -> None:
+    _require(value in known, f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+
+
+def _check_draft_tokens(count: object) -> None:
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise ValueError(f"num_speculative_tokens must be an integer, got {count!r}")
+    _require(count > 0, f"Expected num_speculative_tokens to be greater than zero ({count}).")
+    _require(
+        count <= MAX_DRAFT_TOKENS,
+        f"num_speculative_tokens must be at most {MAX_DRAFT_TOKENS}, got {count}",
+    )

@@ -1,0 +1,227 @@
+"""Metrics: what the engine counted, and the recorder that counts. Knows no tensors.
+
+The words are vLLM's. A draft is one verification of one request with at least one drafted token. Everything is counted
+after stopping was handled: a token behind an end token or a limit was never emitted, so it is neither generated nor
+accepted. Tokens behind a stop *string* were emitted by the engine and are trimmed by whoever makes text of them.
+
+Invariant: no counter ever falls, and the accepted tokens of a step are at most its emitted and its drafted tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from foretell.engine.request import Request
+    from foretell.runner.plan import SlotResult
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How often something was timed and how long it took in all, in seconds."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """Seconds per event; 0 before the first."""
+        return self.seconds / self.count if self.count else 0.0
+
+    def plus(self, seconds: float) -> Timing:
+        """With one more event."""
+        return Timing(self.count + 1, self.seconds + seconds)
+
+    def since(self, earlier: Timing) -> Timing:
+        """What was added after `earlier`."""
+        return Timing(self.count - earlier.count, self.seconds - earlier.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Requests by the reason they ended for."""
+
+    stop: int = 0
+    length: int = 0
+    abort: int = 0
+    error: int = 0
+
+    @property
+    def total(self) -> int:
+        """All requests that ended."""
+        return self.stop + self.length + self.abort + self.error
+
+    def since(self, earlier: Finished) -> Finished:
+        """What was added after `earlier`."""
+        return Finished(
+            *(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(Finished))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """A snapshot of the counters; all count from the start of the engine.
+
+    Args:
+        num_drafts: verifications with at least one drafted token.
+        num_draft_tokens: drafted tokens verified (every node of a tree but its root).
+        num_accepted_tokens: drafted tokens that were emitted.
+        num_accepted_tokens_per_pos: drafts that had their first, second, ... token accepted (by depth in a tree).
+        num_verified_tokens: tokens emitted by drafts, the target's own token included.
+        generation_tokens: tokens emitted by the engine, drafted or not.
+        prompt_tokens, cached_prompt_tokens: tokens of admitted prompts, and how many of them the prefix cache held.
+        prefix_cache_queries, prefix_cache_hits: prompt tokens looked up in the prefix cache, and found.
+        corrupted_requests: requests that ended because their logits were not numbers.
+        time_to_first_token, latency: from arrival to the first token, and to the end, of requests.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    num_verified_tokens: int = 0
+    generation_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    corrupted_requests: int = 0
+    finished: Finished = field(default_factory=Finished)
+    time_to_first_token: Timing = field(default_factory=Timing)
+    latency: Timing = field(default_factory=Timing)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Mean tokens emitted per draft, the target's own token included; 1.0 when nothing was drafted.
+
+        Equals vLLM's 1 + accepted / drafts, except that a draft cut short by an end or a limit counts what it emitted.
+        """
+        return self.num_verified_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted tokens per drafted token, in [0, 1]; 0 when nothing was drafted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def acceptance_rate_per_pos(self) -> tuple[float, ...]:
+        """Share of drafts whose first, second, ... token was accepted."""
+        return tuple(count / self.num_drafts for count in self.num_accepted_tokens_per_pos)
+
+    def since(self, earlier: Metrics) -> Metrics:
+        """What was counted after the snapshot `earlier` of the same engine."""
+        pairs = {f.name: (getattr(self, f.name), getattr(earlier, f.name)) for f in fields(Metrics)}
+        return Metrics(**{name: _difference(now, before) for name, (now, before) in pairs.items()})
+
+
+def _difference(now: Any, before: Any) -> Any:
+    if isinstance(now, tuple):
+        return tuple(a - b for a, b in zip_longest(now, before, fillvalue=0))
+    return now.since(before) if isinstance(now, Timing | Finished) else now - before
+
+
+@dataclass(slots=True)
+class _Live:
+    """What is known of a request that has not ended."""
+
+    arrival: float
+    admitted: bool = False
+    answered: bool = False
+    preemptions: int = 0
+
+
+class Recorder:
+    """The counters while they run; one thread at a time.
+
+    The engine calls `added` and `emitted` as its Watcher. Whoever takes the engine's deltas calls `ended` once per
+    request, since only there is it known whether a stop string, the caller or the engine ended it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._live: dict[str, _Live] = {}
+        self._drafts = self._drafted = self._accepted = self._verified = 0
+        self._accepted_per_pos: list[int] = []
+        self._generated = self._prompt = self._cached = 0
+        self._queries = self._hits = 0
+        self._preemptions = self._corrupted = 0
+        self._finished = Finished()
+        self._first_token = self._latency = Timing()
+
+    def snapshot(self) -> Metrics:
+        """The counters as they stand."""
+        return Metrics(
+            num_drafts=self._drafts,
+            num_draft_tokens=self._drafted,
+            num_accepted_tokens=self._accepted,
+            num_accepted_tokens_per_pos=tuple(self._accepted_per_pos),
+            num_verified_tokens=self._verified,
+            generation_tokens=self._generated,
+            prompt_tokens=self._prompt,
+            cached_prompt_tokens=self._cached,
+            preemptions=self._preemptions,
+            prefix_cache_queries=self._queries,
+            prefix_cache_hits=self._hits,
+            corrupted_requests=self._corrupted,
+            finished=self._finished,
+            time_to_first_token=self._first_token,
+            latency=self._latency,
+        )
+
+    def added(self, request: Request) -> None:
+        """A request was queued."""
+        self._live[request.id] = _Live(self._clock())
+
+    def emitted(self, request: Request, result: SlotResult) -> None:
+        """A step brought something for a request; nothing counts after its end was reported."""
+        live = self._live.get(request.id)
+        if live is None:
+            return
+        if not live.admitted:
+            live.admitted = True
+            self._admit(request)
+        if result.tokens and not live.answered:
+            live.answered = True
+            self._first_token = self._first_token.plus(self._clock() - live.arrival)
+        self._preemptions += request.counts.preemptions - live.preemptions
+        live.preemptions = request.counts.preemptions
+        self._generated += len(result.tokens)
+        self._corrupted += result.finish == "error"
+        self._verify(len(result.tokens), result.drafted, result.accepted)
+
+    def ended(self, request_id: str, reason: FinishReason) -> None:
+        """A request is over. Unknown ids are no error."""
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            before = self._finished
+            self._finished = replace(before, **{reason: getattr(before, reason) + 1})
+            self._latency = self._latency.plus(self._clock() - live.arrival)
+
+    def _admit(self, request: Request) -> None:
+        length, cached = request.prompt_length, request.counts.cached
+        self._prompt += length
+        self._cached += cached
+        if (
+            request.params.prompt_logprobs is None
+        ):  # else every row is computed and nothing is looked up
+            self._queries += length
+            self._hits += cached
+
+    def _verify(self, emitted: int, drafted: int, accepted: int) -> None:
+        if not drafted or not emitted:  # a row without a result verified nothing for anybody
+            return
+        assert 0 <= accepted <= min(emitted, drafted), (emitted, drafted, accepted)
+        self._drafts += 1
+        self._drafted += drafted
+        self._accepted += accepted
+        self._verified += emitted
+        self._accepted_per_pos.extend([0] * (accepted - len(self._accepted_per_pos)))
+        for place in range(accepted):
+            self._accepted_per_pos[place] += 1
