@@ -17,10 +17,9 @@ from torch import Tensor
 
 from foretell.model.decoder import Decoder
 from foretell.ops.meta import LayerKV, Meta, TreeRows, flat_slots
-from foretell.spec import processors
+from foretell.spec.candidates import Scoring, choice_for, node_laws
 from foretell.spec.drafter import Draft, KVSpec, KVView, PromptRows, Window
 from foretell.spec.nodes import Shape
-from foretell.spec.noise import Stream
 from foretell.spec.verify import Acceptance
 from foretell.spec.vocabulary import Vocabulary
 
@@ -57,39 +56,15 @@ class Entries:
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
-    """From a network's logits to candidates.
+class Spot:
+    """Drafted nodes in the scratch entries behind the committed text; key 0 of the tail is the root.
 
-    Args:
-        vocabulary: what the network's tokens are for the target.
-        draws: under `rejection` candidates are drawn from their own stream and their law is handed over; otherwise
-            they share the target's noise.
+    Rows see the committed text and the tail keys in `bits`.
     """
 
-    vocabulary: Vocabulary
-    draws: bool
-
-    def scores(
-        self, logits: Tensor, window: Window, positions: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Scores whose order is the order of the candidates, and the law they are drawn from, if they are.
-
-        Args:
-            logits: [B, m, Vd], raw.
-            positions: [B, m or 1] int64, of the tokens decided.
-
-        Returns:
-            ([B, m, Vd], [B, m, V] or None).
-        """
-        logits = self.vocabulary.mask(logits.float())
-        logits = processors.scale_and_filter(logits, window.law, window.mode)
-        law = self.vocabulary.law_over_target(torch.softmax(logits, -1)) if self.draws else None
-        if window.mode.sampled:
-            stream = Stream.DRAFT if self.draws else Stream.SAMPLE
-            positions = positions.expand(-1, logits.shape[1])
-            noise_ids = self.vocabulary.noise_ids
-            logits = processors.perturb(logits, window.law, positions, stream, noise_ids)
-        return logits, law
+    place: Tensor  # [m] int64, which tail key each node is written as
+    bits: Tensor  # [B or 1, m] int64, which tail keys each node sees, itself included
+    depths: Tensor  # [1, T] int64, depth of each tail key
 
 
 class Autoregressive:
@@ -138,28 +113,24 @@ class Autoregressive:
         last = (window.count - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, hidden.shape[-1])
         return hidden.gather(1, last)
 
-    def run_nodes(
-        self, tokens: Tensor, above: Tensor, window: Window, place: Tensor, shape: Shape
-    ) -> Tensor:
+    def run_nodes(self, tokens: Tensor, above: Tensor, window: Window, spot: Spot) -> Tensor:
         """Run drafted nodes that will have children.
 
         Args:
             tokens: [B, m] int64.
             above: [B, m, H], the network's output at each one's parent.
-            place: [m] int64, the nodes' places in `shape`.
-            shape: the tree the nodes are part of, as far as it is grown.
         """
         root = window.length.unsqueeze(1) - 1
-        indices = root + place
-        live = window.live.unsqueeze(1).expand_as(indices)
-        shift = self.entries.rotary_shift
+        entries = root + spot.place
+        live = window.live.unsqueeze(1).expand_as(entries)
+        tail_positions = root + spot.depths - self.entries.rotary_shift
         meta = TreeRows(
-            positions=root + shape.depths[:, place] - shift,
-            kv_slots=flat_slots(window.blocks, indices, self._block_size, live),
+            positions=tail_positions[:, spot.place],
+            kv_slots=flat_slots(window.blocks, entries, self._block_size, live),
             blocks=window.blocks,
             context=root.squeeze(1),
-            bits=shape.bits[:, place].expand_as(indices),
-            tail_positions=root + shape.depths - shift,
+            bits=spot.bits.expand_as(entries),
+            tail_positions=tail_positions,
             keys=window.keys,
             first_key=self.entries.first_key,
         )
@@ -184,16 +155,9 @@ class Autoregressive:
                 laws.append(law[:, level.parents])
             if level.expanded.shape[0]:
                 above, place = hidden[:, level.above], level.expanded
-                hidden = self.run_nodes(tokens[:, place], above, window, place, shape)
+                spot = Spot(place, shape.bits[:, place], shape.depths)
+                hidden = self.run_nodes(tokens[:, place], above, window, spot)
         return Draft(tokens=tokens, probs=node_laws(laws, shape) if laws else None)
-
-
-def node_laws(laws: Sequence[Tensor], shape: Shape) -> Tensor:
-    """[B, N, V] in the order of the nodes, from one [B, n, V] per level; the root's row is no law and is zero."""
-    by_level = torch.cat(tuple(laws), dim=1)
-    order = torch.cat([level.nodes for level in shape.levels])
-    result = by_level.new_zeros(by_level.shape[0], shape.tree.nodes, by_level.shape[-1])
-    return result.index_copy(1, order, by_level)
 
 
 class DraftModelDrafter:
@@ -215,7 +179,8 @@ class DraftModelDrafter:
         layers, heads, head_dim = model.kv_shape
         self.kv: KVSpec | None = KVSpec(layers, heads, head_dim)
         net = _LanguageModel(model, vocabulary)
-        self._procedure = Autoregressive(net, Scoring(vocabulary, self.draws), Entries())
+        scoring = Scoring(vocabulary, choice_for(acceptance, draws=True))
+        self._procedure = Autoregressive(net, scoring, Entries())
 
     def bind(self, target: Decoder, kv: KVView | None) -> None:
         """Receive the KV behind the target's block ids."""
