@@ -13,11 +13,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
-if TYPE_CHECKING:
-    from foretell.engine.request import Request
-    from foretell.runner.plan import SlotResult
+from foretell.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -127,6 +125,41 @@ def _difference(now: Any, before: Any) -> Any:
     return now.since(before) if isinstance(now, Timing | Finished) else now - before
 
 
+class Counts(Protocol):
+    """What we read of the engine's own counts of a request."""
+
+    @property
+    def cached(self) -> int: ...
+    @property
+    def preemptions(self) -> int: ...
+
+
+class Request(Protocol):
+    """What we read of an engine's request."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def prompt_length(self) -> int: ...
+    @property
+    def params(self) -> SamplingParams: ...
+    @property
+    def counts(self) -> Counts: ...
+
+
+class Result(Protocol):
+    """What we read of the result of one step for one request."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]: ...
+    @property
+    def finish(self) -> str | None: ...
+    @property
+    def drafted(self) -> int: ...
+    @property
+    def accepted(self) -> int: ...
+
+
 @dataclass(slots=True)
 class _Live:
     """What is known of a request that has not ended."""
@@ -179,7 +212,7 @@ class Recorder:
         """A request was queued."""
         self._live[request.id] = _Live(self._clock())
 
-    def emitted(self, request: Request, result: SlotResult) -> None:
+    def emitted(self, request: Request, result: Result) -> None:
         """A step brought something for a request; nothing counts after its end was reported."""
         live = self._live.get(request.id)
         if live is None:
