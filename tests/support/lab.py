@@ -14,6 +14,8 @@ from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.ops.meta import LayerKV, Meta
 from foretell.runner.build import Parts, assemble
+from foretell.runner.outbox import Ticket
+from foretell.runner.plan import StepResult
 from foretell.sampling_params import SamplingParams
 from foretell.spec.autoregressive import DraftModelDrafter
 from foretell.spec.drafter import Draft, Drafter, KVSpec, KVView, NoDrafter, PromptRows, Window
@@ -237,3 +239,23 @@ def knows(tokens: Sequence[int], start: int) -> ScriptedDrafter:
     return ScriptedDrafter(
         lambda known, tree: [-1, *text[len(known) : len(known) + tree.nodes - 1]]
     )
+
+
+class _Late:
+    """A ticket that is never ready early, as on a device that works while the host plans."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+
+    def ready(self) -> bool:
+        return False
+
+    def result(self) -> StepResult:
+        return self._ticket.result()
+
+
+def behind(lab: Lab) -> Lab:
+    """Make the host run a step behind the device."""
+    launch = lab.engine.runner.launch
+    lab.engine.runner.launch = lambda plan: _Late(launch(plan))  # type: ignore[method-assign,assignment,return-value]
+    return lab

@@ -16,7 +16,7 @@ from foretell.ops.meta import RaggedRows, flat_slots
 from foretell.runner import outbox
 from foretell.runner.kv import clear_blocks
 from foretell.runner.outbox import Parcel, PromptParcel, Ticket
-from foretell.runner.plan import Chunk, Plan
+from foretell.runner.plan import Chunk, NewSlot, Plan
 from foretell.runner.step import (
     Device,
     Outcome,
@@ -27,7 +27,6 @@ from foretell.runner.step import (
     prefill_step,
     top_logprobs,
 )
-from foretell.sampling_params import SamplingParams
 from foretell.spec.drafter import NoDrafter, PromptRows
 from foretell.spec.nodes import Nodes, Shape, static_shape
 from foretell.spec.processors import Mode
@@ -57,7 +56,7 @@ class Runner:
             static_shape(tree, device.slots.device) for tree in trees
         )
         self._root = static_shape(chain(0), device.slots.device)
-        self._params: dict[int, SamplingParams] = {}
+        self._asked: dict[int, NewSlot] = {}  # what each occupied slot's request asked for
         self._drafting = _Drafting(prompt=None, slots=[], outcomes=[])
         self._dirty = False
 
@@ -67,7 +66,7 @@ class Runner:
         slots = self.device.slots
         for new in plan.new:
             slots.admit(new)
-            self._params[new.slot] = new.params
+            self._asked[new.slot] = new
         for blocks in plan.new_blocks:
             slots.extend_blocks(blocks)
             if self._dirty:
@@ -172,7 +171,7 @@ class Runner:
         """Log-probabilities of the prompt tokens that follow each row of the chunks that want them."""
         slots, offset = self.device.slots, 0
         for chunk in chunks:
-            wanted = self._params[chunk.slot].prompt_logprobs
+            wanted = self._asked[chunk.slot].params.prompt_logprobs
             rows = (
                 chunk.count - chunk.last
             )  # the row of the last prompt token speaks of no prompt token
@@ -192,14 +191,15 @@ class Runner:
         self._drafting.outcomes.append(outcome)
 
     def _wanted_logprobs(self, slot: int) -> int:
-        wanted = self._params[slot].logprobs
+        wanted = self._asked[slot].params.logprobs
         if wanted is None:
             return -1
         return self.device.slots.sizes.vocabulary if wanted < 0 else wanted
 
     def _mode(self, slots: Sequence[int]) -> Mode:
         """The parts of sampling that these slots need."""
-        params = [self._params[s] for s in slots]
+        asked = [self._asked[s] for s in slots]
+        params = [new.params for new in asked]
         return Mode(
             sampled=any(p.temperature > 0 for p in params),
             filtered=any(p.top_p < 1 or p.top_k > 0 or p.min_p > 0 for p in params),
@@ -208,7 +208,7 @@ class Runner:
                 for p in params
             ),
             bias=any(p.logit_bias or p.allowed_token_ids is not None for p in params),
-            bad_words=any(p.bad_words for p in params),
+            bad_words=any(new.bad_words for new in asked),
             min_tokens=any(p.min_tokens > 0 for p in params),
             logprobs=max(self._wanted_logprobs(s) for s in slots),
         )
