@@ -152,7 +152,9 @@ class Engine:
         while self._pending and (plan is None or len(self._pending) > 1 or self._pending[0].ready()):
             deltas += self._collect(self._pending.popleft(), ended)
         if plan is not None:
-            self.runner.draft(plan, self._ended_in(plan, ended))
+            drafted = self.runner.draft(plan, self._ended_in(plan, ended))
+            if drafted is False:
+                self.scheduler.nothing_drafted()
         return deltas
 
     def _ended_in(self, plan: Plan, ended: set[int]) -> frozenset[int]:

@@ -176,6 +176,10 @@ class Scheduler:
         )
         return taken
 
+    def nothing_drafted(self) -> None:
+        """The last launched step left no draft on the device: the next one verifies the smallest tree."""
+        self._drafted_tree = self._by_size[-1]
+
     def take_failed(self) -> list[Request]:
         """Requests that `plan` ended since the last call; `Request.error` says why."""
         failed, self._failed = self._failed, []

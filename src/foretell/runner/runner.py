@@ -88,22 +88,28 @@ class Runner:
         return Ticket(plan.step, parcels, prompts, self._event())
 
     @torch.inference_mode()
-    def draft(self, plan: Plan, ended: Collection[int]) -> None:
-        """Run the drafter's part of the step just launched, less the slots that need no draft."""
+    def draft(self, plan: Plan, ended: Collection[int]) -> bool | None:
+        """Run the drafter's part of the step just launched, less the slots that need no draft.
+
+        Returns:
+            Whether any token was drafted for the next step; None where only the device knows.
+        """
         drafter, work = self.device.drafter, self._drafting
         shape = self.shapes[plan.next_tree]
         if isinstance(drafter, NoDrafter):
-            return
+            return False
         if work.prompt is not None:
             drafter.observe(work.prompt)
         left = [s for s in work.slots if s not in plan.undrafted and s not in ended]
-        if left and (shape.tree.nodes > 1 or drafter.kv is not None):
-            outcome = _merge(work.outcomes)
-            if len(left) < len(work.slots):
-                outcome = _select(outcome, self._rows([work.slots.index(s) for s in left]))
-            width = outcome.tokens.shape[1]
-            keys = max(plan.keys, self._longest_prompt(plan)) + width + shape.tree.nodes
-            draft_step(self.device, self._rows(left), outcome, shape, self._mode(left), keys)
+        if not left or (shape.tree.nodes == 1 and drafter.kv is None):
+            return False
+        outcome = _merge(work.outcomes)
+        if len(left) < len(work.slots):
+            outcome = _select(outcome, self._rows([work.slots.index(s) for s in left]))
+        keys = max(plan.keys, max((c.start + c.count for c in plan.chunks), default=0))
+        keys += outcome.tokens.shape[1] + shape.tree.nodes
+        draft = draft_step(self.device, self._rows(left), outcome, shape, self._mode(left), keys)
+        return bool((draft.tokens >= 0).any()) if draft.tokens.device.type == "cpu" else None
 
     def note_error(self) -> None:
         """A NaN was seen: blocks handed out from now on are cleared first."""
@@ -212,9 +218,6 @@ class Runner:
             min_tokens=any(p.min_tokens > 0 for p in params),
             logprobs=max(self._wanted_logprobs(s) for s in slots),
         )
-
-    def _longest_prompt(self, plan: Plan) -> int:
-        return max((c.start + c.count for c in plan.chunks), default=0)
 
     def _rows(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device.slots.device)

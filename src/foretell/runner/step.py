@@ -17,7 +17,7 @@ from foretell.ops.reference.verify import move_kv
 from foretell.runner.kv import KVPool
 from foretell.runner.slots import Slots
 from foretell.spec import processors, verify
-from foretell.spec.drafter import Drafter, PromptRows, Window
+from foretell.spec.drafter import Draft, Drafter, PromptRows, Window
 from foretell.spec.nodes import Nodes, Shape, dynamic_shape
 from foretell.spec.processors import Mode
 from foretell.spec.verify import Acceptance, Verdict
@@ -252,7 +252,7 @@ def prefill_step(
 
 def draft_step(
     device: Device, rows: Tensor, outcome: Outcome, shape: Shape, mode: Mode, keys: int
-) -> None:
+) -> Draft:
     """Show the drafter what was committed and keep its proposal for the next step."""
     slots = device.slots
     window = Window(
@@ -276,3 +276,4 @@ def draft_step(
         slots.draft_parents[rows, :nodes] = draft.parents
     if slots.draft_probs is not None and draft.probs is not None:
         slots.draft_probs[rows, :nodes] = draft.probs.to(slots.draft_probs.dtype)
+    return draft
