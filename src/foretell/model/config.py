@@ -106,6 +106,10 @@ class ModelConfig:
         """The same model for requests of at most so many tokens."""
         return replace(self, max_position=max_position)
 
+    def with_eos(self, ids: tuple[int, ...]) -> ModelConfig:
+        """The same model, ended by these tokens."""
+        return replace(self, eos_token_ids=tuple(dict.fromkeys(ids)))
+
     @staticmethod
     def from_hf(config: Json, max_model_len: int | None = None) -> ModelConfig:
         """Read a Hugging Face model config.

@@ -56,6 +56,10 @@ class Decoder(nn.Module):
         """(layers, KV heads, head dimension)."""
         return self.config.layers, self.config.kv_heads, self.config.head_dim
 
+    def feature_width(self, taps: tuple[int, ...]) -> int:
+        """F, the width of the features of these taps."""
+        return len(taps) * self.config.hidden_size
+
     def tie(self) -> None:
         """Make the head of the embedding; call once the embedding is filled."""
         self.head.weight = self.embedding
