@@ -102,6 +102,10 @@ class Medusa:
     num_speculative_tokens: int
     revision: str | None = None
 
+    def __post_init__(self) -> None:
+        _check_name("speculative model", self.model)
+        _check_draft_tokens(self.num_speculative_tokens)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle:
@@ -110,6 +114,10 @@ class Eagle:
     model: str
     num_speculative_tokens: int
     revision: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_name("speculative model", self.model)
+        _check_draft_tokens(self.num_speculative_tokens)
 
 
 Drafter = Ngram | DraftModel | Medusa | Eagle

@@ -1,4 +1,4 @@
-"""Tiny real tokenizers, built here: a byte-level one as GPT-2's and Llama 3's, and a sentencepiece-like one as Llama 2's."""
+"""Tiny real tokenizers, built here: byte-level as GPT-2's and Llama 3's, and sentencepiece-like as Llama 2's."""
 
 from __future__ import annotations
 

@@ -1,0 +1,352 @@
+"""Configuration: what the words of the API mean, and what is refused, by name and with a remedy."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from foretell import arguments
+from foretell.config import (
+    MAX_DRAFT_TOKENS,
+    DraftModel,
+    Eagle,
+    EngineConfig,
+    Medusa,
+    Ngram,
+    Speculation,
+)
+from foretell.speculation import KEYS, METHODS, MISSING, resolve_speculation
+
+
+def test_nothing_said_means_plain_decoding() -> None:
+    assert resolve_speculation() == Speculation(None, "match", None)
+    assert resolve_speculation(None, None, {}) == Speculation()
+    assert EngineConfig().drafter is None
+
+
+def test_the_guides_words_make_a_draft_model() -> None:
+    found = resolve_speculation("google/gemma-2b", 5)
+    assert found == Speculation(DraftModel(model="google/gemma-2b", num_speculative_tokens=5))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {
+            "method": "ngram",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_max": 5,
+            "prompt_lookup_min": 2,
+        },
+        {
+            "model": "[ngram]",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_max": 5,
+            "prompt_lookup_min": 2,
+        },
+        {
+            "model": "ngram",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_max": 5,
+            "prompt_lookup_min": 2,
+        },
+    ],
+)
+def test_ngram_by_method_or_by_name(config: dict[str, object]) -> None:
+    expected = Ngram(num_speculative_tokens=4, prompt_lookup_min=2, prompt_lookup_max=5)
+    assert resolve_speculation(speculative_config=config).drafter == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "low", "high"),
+    [({}, 5, 5), ({"prompt_lookup_min": 2}, 2, 2), ({"prompt_lookup_max": 3}, 3, 3)],
+)
+def test_a_missing_lookup_bound_mirrors_the_given_one(
+    given: dict[str, int], low: int, high: int
+) -> None:
+    drafter = resolve_speculation("ngram", 4, given).drafter
+    assert isinstance(drafter, Ngram)
+    assert (drafter.prompt_lookup_min, drafter.prompt_lookup_max) == (low, high)
+
+
+def test_all_keys_of_a_draft_model_arrive() -> None:
+    config = {
+        "method": "draft_model",
+        "model": "draft",
+        "num_speculative_tokens": 3,
+        "revision": "main",
+        "draft_tensor_parallel_size": 1,
+        "max_model_len": 512,
+        "use_heterogeneous_vocab": True,
+        "draft_sample_method": "greedy",
+        "acceptance": "typical",
+    }
+    assert resolve_speculation(speculative_config=config) == Speculation(
+        DraftModel(
+            model="draft",
+            num_speculative_tokens=3,
+            revision="main",
+            tensor_parallel_size=1,
+            max_model_len=512,
+            use_heterogeneous_vocab=True,
+            sampling="greedy",
+        ),
+        "typical",
+    )
+
+
+def test_R36_a_word_in_a_models_name_decides_nothing() -> None:
+    for name in ("my-eagle-draft", "medusa-ngram", "eagle3"):
+        assert isinstance(resolve_speculation(name, 2).drafter, DraftModel)
+        given = {"method": "draft_model", "model": name, "num_speculative_tokens": 2}
+        assert isinstance(resolve_speculation(speculative_config=given).drafter, DraftModel)
+
+
+def test_vllms_rejection_sampling_is_the_rejection_rule() -> None:
+    given = {"rejection_sample_method": "standard"}
+    assert resolve_speculation("draft", 2, given).acceptance == "rejection"
+    assert (
+        resolve_speculation("draft", 2, given | {"acceptance": "rejection"}).acceptance
+        == "rejection"
+    )
+    assert resolve_speculation("draft", 2).acceptance == "match"
+    with pytest.raises(ValueError, match="acceptance='match' contradicts rejection_sample_method"):
+        resolve_speculation("draft", 2, given | {"acceptance": "match"})
+
+
+def test_a_tree_by_paths_or_parents_says_how_many_tokens_are_drafted() -> None:
+    paths = resolve_speculation("draft", None, {"tree": [[0], [1], [0, 2]]})
+    assert paths.tree == ((0,), (1,), (0, 2))
+    assert paths.drafter is not None
+    assert paths.drafter.num_speculative_tokens == 3
+    parents = resolve_speculation("draft", 3, {"tree": [-1, 0, 0, 1]})
+    assert parents.tree == (-1, 0, 0, 1)
+    with pytest.raises(ValueError, match="num_speculative_tokens=5 but the tree drafts 3 tokens"):
+        resolve_speculation("draft", 5, {"tree": [-1, 0, 0, 1]})
+
+
+@pytest.mark.parametrize("tree", ["chain", [], 5, [[]], [[0], 1], [0.5], [[True]], {"a": 1}])
+def test_a_tree_of_another_form_is_refused(tree: object) -> None:
+    with pytest.raises(ValueError, match="tree"):
+        resolve_speculation("draft", 2, {"tree": tree})
+
+
+@pytest.mark.parametrize(
+    ("model", "count", "config", "message"),
+    [
+        (
+            "draft",
+            None,
+            None,
+            "num_speculative_tokens must be provided with speculative model unless the draft model config contains an "
+            "n_predict parameter.",
+        ),
+        (None, 5, None, "num_speculative_tokens was provided but without speculative model."),
+        ("draft", 0, None, "Expected num_speculative_tokens to be greater than zero (0)."),
+        ("draft", -3, None, "Expected num_speculative_tokens to be greater than zero (-3)."),
+        ("draft", 64, None, "num_speculative_tokens must be at most 63, got 64"),
+        ("draft", True, None, "num_speculative_tokens must be an integer, got True"),
+        ("draft", 2.0, None, "num_speculative_tokens must be an integer, got 2.0"),
+        (
+            "ngram",
+            2,
+            {"prompt_lookup_min": 5, "prompt_lookup_max": 2},
+            "prompt_lookup_min=5 must be <= prompt_lookup_max=2",
+        ),
+        ("ngram", 2, {"prompt_lookup_min": 0}, "prompt_lookup_min=0 must be > 0"),
+        (
+            "draft",
+            2,
+            {"tensor_parallel_size": 2},
+            "'tensor_parallel_size' is not a valid argument in the speculative_config. Please pass "
+            "'draft_tensor_parallel_size' instead.",
+        ),
+        (
+            "draft",
+            2,
+            {"acceptance": "exact"},
+            "acceptance must be one of 'match', 'rejection', 'typical', got 'exact'",
+        ),
+        (
+            "draft",
+            2,
+            {"rejection_sample_method": "synthetic"},
+            "rejection_sample_method='synthetic' is not supported",
+        ),
+        ("draft", 2, {"draft_sample_method": "beam"}, "draft_sample_method must be one of"),
+        (
+            "draft",
+            2,
+            {"max_model_len": 0},
+            "max_model_len (of the draft model) must be a positive integer, got 0",
+        ),
+        (
+            "draft",
+            2,
+            {"prompt_lookup_max": 3},
+            "'prompt_lookup_max' does not belong to method 'draft_model'",
+        ),
+        (
+            "ngram",
+            2,
+            {"use_heterogeneous_vocab": True},
+            "'use_heterogeneous_vocab' does not belong to method 'ngram'",
+        ),
+        (
+            "other",
+            2,
+            {"model": "draft"},
+            "speculate_model='other' but speculative_config has model='draft'",
+        ),
+        (
+            "draft",
+            2,
+            {"num_speculative_tokens": 3},
+            "num_speculative_tokens=2 but speculative_config has",
+        ),
+        (
+            None,
+            None,
+            {"method": "draft_model", "num_speculative_tokens": 2},
+            "method 'draft_model' needs a model",
+        ),
+        ("draft", 2, {"method": "ngram"}, "method 'ngram' needs no model, got 'draft'"),
+        (None, None, {"acceptance": "match"}, "names neither a method nor a model"),
+        (
+            "draft",
+            2,
+            {"methode": "ngram"},
+            "speculative_config has no key 'methode'; did you mean 'method'?",
+        ),
+        ("draft", 2, {"lookup_max": 3}, "did you mean 'prompt_lookup_max'?"),
+        (" ", 2, None, "speculative model must be a directory, a GGUF file or a hub name, got ' '"),
+    ],
+)
+def test_bad_speculation_is_refused_with_its_reason(
+    model: str | None, count: int | None, config: dict[str, object] | None, message: str
+) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the whole text is compared)
+        resolve_speculation(model, count, config)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3", "mtp", "suffix", "nonsense"])
+def test_methods_that_do_not_exist_yet_say_so(method: str) -> None:
+    if method in METHODS:
+        pytest.skip("exists by now")
+    given = {"method": method, "model": "m", "num_speculative_tokens": 2}
+    with pytest.raises(NotImplementedError, match=f"Unsupported speculative method: '{method}'"):
+        resolve_speculation(speculative_config=given)
+
+
+@pytest.mark.parametrize("key", sorted(MISSING))
+def test_a_key_without_a_feature_is_refused_by_name_unless_it_is_off(key: str) -> None:
+    with pytest.raises(ValueError, match=f"speculative_config key '{key}' is not supported"):
+        resolve_speculation("draft", 2, {key: "something"})
+    plain = resolve_speculation("draft", 2)
+    assert all(resolve_speculation("draft", 2, {key: off}) == plain for off in MISSING[key].off)
+    assert key not in KEYS
+
+
+@pytest.mark.parametrize("name", sorted(arguments.MISSING))
+def test_an_argument_without_a_feature_is_refused_by_name_unless_it_is_off(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}='something' is not supported. "):
+        arguments.refuse({name: "something"}, ["model"])
+    for off in arguments.MISSING[name].off:
+        arguments.refuse({name: off}, ["model"])
+
+
+def test_an_unknown_argument_names_the_nearest_known_one() -> None:
+    with pytest.raises(
+        ValueError, match="LLM has no key 'max_model_length'; did you mean 'max_model_len'"
+    ):
+        arguments.refuse({"max_model_length": 5}, ["model", "max_model_len"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", ""),
+        ("model", 5),
+        ("dtype", "int8"),
+        ("device", "gpu"),
+        ("device", "cpu:1"),
+        ("device", "cuda:x"),
+        ("seed", 1.5),
+        ("max_model_len", 0),
+        ("max_model_len", 100.0),
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", -1),
+        ("block_size", 24),
+        ("gpu_memory_utilization", 0.0),
+        ("gpu_memory_utilization", 1.5),
+        ("gpu_memory_utilization", float("nan")),
+        ("kv_cache_memory_bytes", 0),
+        ("enable_prefix_caching", "yes"),
+        ("tensor_parallel_size", 0),
+        ("scheduling_policy", "random"),
+        ("max_logprobs", -2),
+        ("acceptance", "greedy"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=name):
+        EngineConfig.from_mapping({name: value})
+
+
+def test_unknown_keys_name_the_nearest_known_one() -> None:
+    with pytest.raises(
+        ValueError, match="EngineConfig has no key 'max_seqs'; did you mean 'max_num_seqs'"
+    ):
+        EngineConfig.from_mapping({"max_seqs": 5})
+
+
+def test_configurations_are_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        EngineConfig().seed = 5  # type: ignore[misc]
+
+
+def test_a_tree_given_as_lists_is_kept_as_tuples() -> None:
+    config = EngineConfig(drafter=Ngram(num_speculative_tokens=2), tree=[-1, 0, 0])  # type: ignore[arg-type]
+    assert config.tree == (-1, 0, 0)
+    assert config.speculation == Speculation(config.drafter, "match", (-1, 0, 0))
+    hash(config)
+
+
+def test_a_tree_without_a_drafter_is_refused() -> None:
+    with pytest.raises(ValueError, match="tree was given without a drafter"):
+        EngineConfig(tree=(-1, 0))
+
+
+def test_R28_the_draft_runs_on_one_device_or_on_all_of_the_targets() -> None:
+    draft = DraftModel(model="d", num_speculative_tokens=2, tensor_parallel_size=2)
+    assert EngineConfig(drafter=draft, tensor_parallel_size=2).drafter == draft
+    with pytest.raises(
+        ValueError, match="cannot be other than 1 or target model tensor_parallel_size=4"
+    ):
+        EngineConfig(drafter=draft, tensor_parallel_size=4)
+
+
+def test_the_drafts_length_may_not_exceed_either_models() -> None:
+    draft = DraftModel(model="d", num_speculative_tokens=2, max_model_len=100)
+    assert draft.length_limit(200, 100) == 100
+    assert DraftModel(model="d", num_speculative_tokens=2).length_limit(70, 100) == 70
+    with pytest.raises(
+        ValueError,
+        match="speculative_max_model_len=100 cannot be larger than draft_max_model_len=50",
+    ):
+        draft.length_limit(50, 200)
+    with pytest.raises(ValueError, match="cannot be larger than target_max_model_len=64"):
+        EngineConfig(drafter=draft, max_model_len=64)
+
+
+@pytest.mark.parametrize("kind", [Medusa, Eagle, DraftModel])
+def test_every_drafter_with_weights_checks_what_it_is_given(
+    kind: type[Medusa | Eagle | DraftModel],
+) -> None:
+    assert kind(model="m", num_speculative_tokens=MAX_DRAFT_TOKENS).num_speculative_tokens == 63
+    with pytest.raises(ValueError, match="greater than zero"):
+        kind(model="m", num_speculative_tokens=0)
+    with pytest.raises(ValueError, match="speculative model"):
+        kind(model="", num_speculative_tokens=1)
