@@ -6,16 +6,17 @@ Invariant: every seed is in [0, 2**63), and equal inputs give equal seeds on eve
 from __future__ import annotations
 
 _ALL = (1 << 64) - 1
+_REQUESTS, _CHILDREN = 1 << 60, 1 << 61  # so that the two never meet
 
 
 def request_seed(engine_seed: int, counter: int) -> int:
     """Seed of the engine's request number `counter` that came without one."""
-    return _mix(_mix(engine_seed & _ALL) ^ counter)
+    return _mix(_mix(engine_seed & _ALL) ^ _REQUESTS + counter)
 
 
 def child_seed(seed: int, index: int) -> int:
     """Seed of answer `index`: the first answer is the one that n = 1 would give."""
-    return _mix(_mix(seed & _ALL) + index) if index else seed
+    return _mix(_mix(seed & _ALL) ^ _CHILDREN + index) if index else seed
 
 
 def _mix(value: int) -> int:
