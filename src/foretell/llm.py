@@ -25,6 +25,7 @@ from foretell.config import (
     EngineConfig,
     Policy,
 )
+from foretell.defaults import sampling_defaults
 from foretell.driver import Driver
 from foretell.jobs import Job, Limits, make_jobs
 from foretell.metrics import Metrics, Recorder
@@ -128,10 +129,12 @@ class LLM:
         template = None if chat_template is None else _read_template(chat_template)
         # Here, so that importing foretell needs no torch.
         from foretell.engine.build import build_engine
+        from foretell.model.hub import resolve
 
         recorder = Recorder()
         engine, made = build_engine(config, recorder)
         self._start(config, engine, cast("Tokenizer", made), recorder, template)
+        self._defaults = sampling_defaults(resolve(config.model, config.revision).path)
 
     @classmethod
     def around(
@@ -162,7 +165,7 @@ class LLM:
         self._tokenizer = tokenizer
         self._recorder = recorder
         self._template = template
-        self._defaults: Mapping[str, Any] = {}
+        self._defaults = SamplingParams()
         self._driver: Driver | None = Driver(engine, TokenText(tokenizer), recorder, config.seed)
 
     # Generation.
@@ -284,7 +287,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What holds when none are given: SamplingParams' defaults, changed by the model's generation_config."""
-        return SamplingParams(**self._defaults)
+        return self._defaults
 
     def reset_prefix_cache(self) -> None:
         """Forget the KV of all finished text."""
@@ -340,7 +343,7 @@ class LLM:
         )
         return make_jobs(
             prompts,
-            self.get_default_sampling_params() if params is None else params,
+            self._defaults if params is None else params,
             priority,
             limits,
         )
