@@ -18,20 +18,20 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from importlib.metadata import version as installed_version
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from typer import Argument, Option
 
 from foretell import demo as demonstration
+from foretell.llm import LLM
 from foretell.metrics import Metrics
+from foretell.model.hub import DEFAULT_MODEL, ModelSource, resolve
 from foretell.options import EngineOptions, SamplingOptions, flatten
-
-if TYPE_CHECKING:
-    from foretell.llm import LLM
-    from foretell.outputs import RequestOutput
+from foretell.outputs import RequestOutput
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
@@ -87,13 +87,31 @@ def progress() -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(escape(text))
 
 
+def fetch(model: str | None, revision: str | None = None) -> ModelSource:
+    """Where a model is on this machine, after a download with a progress bar if it was not."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    notes = Console(stderr=True)
+    with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as bar:
+        task = bar.add_task("", total=None, visible=False)
+
+        def tell(doing: str, done: int, total: int) -> None:
+            text = f"{doing} {model or DEFAULT_MODEL}"
+            bar.update(task, description=text, completed=done, total=total or None, visible=True)
+
+        return resolve(model, revision, tell)
+
+
 def open_llm(engine: EngineOptions) -> LLM:
     """The model, with a sign of life while it loads."""
-    from foretell.llm import LLM  # here, so that --help and version need no torch
-
     arguments = engine.arguments()
+    fetch(engine.model, engine.revision)
     with progress() as tell:
-        tell(f"loading {engine.model or 'the default model'}")
+        tell(f"loading {engine.model or DEFAULT_MODEL}")
         return LLM(**arguments)
 
 
@@ -146,6 +164,22 @@ def chat(
 
 
 @command
+def pull(
+    model: Annotated[
+        str | None, Argument(help="A hub name; left out, the default model.", show_default=False)
+    ] = None,
+    revision: Annotated[str | None, Option("--revision", help="Of a hub model.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Fetch a model once, so that later commands need no network."""
+    source = fetch(model, revision)
+    if as_json:
+        print(json.dumps({"model": source.name, "path": str(source.path)}))
+    else:
+        print(source.path)
+
+
+@command
 def demo(engine: EngineOptions, sampling: SamplingOptions, as_json: JsonOption = False) -> None:
     """The same prompts plain and with drafts: speed, acceptance, and whether the text is the same."""
     params = sampling.params()
@@ -153,7 +187,7 @@ def demo(engine: EngineOptions, sampling: SamplingOptions, as_json: JsonOption =
     plain, speculative = open_llm(engine.without_drafts()), open_llm(drafting)
     with progress() as tell:
         pairs = demonstration.compare(plain, speculative, demonstration.TASKS, params, tell)
-    result = demonstration.record(engine.model or "SmolLM2-135M-Instruct", drafting.method, pairs)
+    result = demonstration.record(engine.model or DEFAULT_MODEL, drafting.method, pairs)
     if not as_json:
         demonstration.show(Console(highlight=False), result, pairs)
     print(json.dumps(result), flush=True)

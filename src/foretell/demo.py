@@ -12,17 +12,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from foretell.llm import LLM
 from foretell.metrics import Metrics
-
-if TYPE_CHECKING:
-    from foretell.llm import LLM
-    from foretell.sampling_params import SamplingParams
+from foretell.sampling_params import SamplingParams
 
 WARM_UP = "Count from one to twenty in words."
 SHOWN_CHARACTERS = 700  # of each text in the side-by-side view
@@ -119,7 +117,7 @@ def run(llm: LLM, message: str, params: SamplingParams) -> Run:
     """One timed answer."""
     before = llm.get_metrics()
     started = time.perf_counter()
-    output = llm.chat([{"role": "user", "content": message}], params)[0].outputs[0]
+    output = llm.chat([{"role": "user", "content": message}], params, use_tqdm=False)[0].outputs[0]
     seconds = time.perf_counter() - started
     counted = llm.get_metrics().since(before)
     return Run(output.text, tuple(output.token_ids), seconds, counted)

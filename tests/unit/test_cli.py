@@ -59,7 +59,7 @@ class FakeLLM:
         self.seen.append(([dict(m) for m in messages], params))
         yield from self.stream([messages[-1]["content"]], params)
 
-    def chat(self, messages: Any, params: SamplingParams) -> list[RequestOutput]:
+    def chat(self, messages: Any, params: SamplingParams, use_tqdm: bool) -> list[RequestOutput]:
         self.seen.append((messages, params))
         self.count()
         return [output("0", messages[-1]["content"], self.words, "stop")]

