@@ -142,7 +142,7 @@ def check(prompt: Prompt, vocab_size: int, max_model_len: int, place: str) -> No
         ValueError: no tokens, a token id out of range, or no room left for an answer.
     """
     ids = prompt.token_ids
-    if not ids:
+    if not ids or prompt.text == "":  # a tokenizer that adds BOS makes a token even of no text
         raise ValueError(
             f"The decoder prompt cannot be empty ({place}): give some text or at least one token id."
         )

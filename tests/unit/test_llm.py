@@ -116,6 +116,14 @@ def test_a_bad_prompt_is_refused_before_anything_is_queued(prompts: object, mess
     assert llm.generate("fine", LONG)[0].outputs[0].text == "hello"
 
 
+def test_no_text_is_an_empty_prompt_although_the_tokenizer_adds_a_token() -> None:
+    pieces = sentencepiece_like()
+    assert pieces.encode("") != []
+    llm = LLM.around(EngineConfig(), FakeEngine(lambda _: [2], eos_token_ids=(2,)), pieces)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="The decoder prompt cannot be empty"):
+        llm.generate("")
+
+
 def test_the_longest_prompt_that_fits_leaves_room_for_one_token() -> None:
     llm, _ = make(lambda _: said("yz"))
     output = llm.generate("x" * 63, LONG)[0].outputs[0]
