@@ -17,9 +17,9 @@ from torch import Tensor
 
 from foretell.model.decoder import Decoder
 from foretell.ops.meta import LayerKV, Meta, TreeRows, flat_slots
-from foretell.spec.candidates import Scoring, choice_for, node_laws
+from foretell.spec.candidates import Scoring, choice_for, fill_levels
 from foretell.spec.drafter import Draft, KVSpec, KVView, PromptRows, Window
-from foretell.spec.nodes import Shape
+from foretell.spec.nodes import Level, Shape
 from foretell.spec.verify import Acceptance
 from foretell.spec.vocabulary import Vocabulary
 
@@ -139,25 +139,24 @@ class Autoregressive:
     def propose(self, window: Window, shape: Shape) -> Draft:
         """Run the window, then one small pass per level of the static tree."""
         hidden = self.run_window(window)
-        rows, nodes = window.start.shape[0], shape.tree.nodes
-        tokens = torch.full((rows, nodes), -1, dtype=torch.int64, device=hidden.device)
-        laws: list[Tensor] = []
-        root = window.length.unsqueeze(1) - 1
-        for level in shape.levels:
-            logits = self.net.logits(hidden)
-            scores, law = self.scoring.scores(logits, window, root + level.depth)
-            ranked = scores.topk(level.width, dim=-1).indices  # [B, m, width]
-            # Drawn siblings are tried in the order they were drawn, without a gap: else their law is another one.
-            ranks = level.ranks if law is None else level.ordinals
-            chosen = ranked[:, level.parents, ranks]
-            tokens[:, level.nodes] = self.scoring.vocabulary.to_target(chosen)
-            if law is not None:
-                laws.append(law[:, level.parents])
-            if level.expanded.shape[0]:
-                above, place = hidden[:, level.above], level.expanded
-                spot = Spot(place, shape.bits[:, place], shape.depths)
-                hidden = self.run_nodes(tokens[:, place], above, window, spot)
-        return Draft(tokens=tokens, probs=node_laws(laws, shape) if laws else None)
+        return fill_levels(self.scoring, window, shape, hidden, _Levels(self, window, shape))
+
+
+@dataclass(frozen=True, slots=True)
+class _Levels:
+    """The steps of one draft."""
+
+    procedure: Autoregressive
+    window: Window
+    shape: Shape
+
+    def logits(self, hidden: Tensor, depth: int) -> Tensor:
+        return self.procedure.net.logits(hidden)
+
+    def run(self, tokens: Tensor, above: Tensor, level: Level) -> Tensor:
+        place = level.expanded
+        spot = Spot(place, self.shape.bits[:, place], self.shape.depths)
+        return self.procedure.run_nodes(tokens, above, self.window, spot)
 
 
 class DraftModelDrafter:

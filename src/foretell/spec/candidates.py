@@ -1,6 +1,7 @@
-"""From a drafter's logits to candidates: where the randomness of a draft comes from, and which law it follows.
+"""From a drafter's logits to a filled static tree: where a draft's randomness comes from, and which law it follows.
 
-Not the target's sampling (processors.py), whose scaling, filters and noise are used here, and no tree is filled here.
+Not the target's sampling (processors.py), whose scaling, filters and noise are used here. Trees that grow are in
+dynamic_tree.py.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from foretell.spec import processors
-from foretell.spec.drafter import Window
-from foretell.spec.nodes import Shape
+from foretell.spec.drafter import Draft, Window
+from foretell.spec.nodes import Level, Shape
 from foretell.spec.noise import Stream
 from foretell.spec.verify import Acceptance
 from foretell.spec.vocabulary import Vocabulary
@@ -37,6 +39,18 @@ def choice_for(acceptance: Acceptance, draws: bool) -> Choice:
     if acceptance is not Acceptance.REJECTION:
         return Choice.SHARED
     return Choice.DRAWN if draws else Choice.LIKELIEST
+
+
+class Steps(Protocol):
+    """How a network goes from one level of a tree to the next."""
+
+    def logits(self, hidden: Tensor, depth: int) -> Tensor:
+        """[B, m, H] states of a level's nodes → [B, m, Vd] logits of their children, which have that depth."""
+        ...
+
+    def run(self, tokens: Tensor, above: Tensor, level: Level) -> Tensor:
+        """States [B, m, H] of a level's nodes that have children, from their tokens and their parents' states."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +89,54 @@ class Scoring:
         return logits, law
 
 
-def node_laws(laws: Sequence[Tensor], shape: Shape) -> Tensor:
-    """[B, N, V] in the order of the nodes, from one [B, n, V] per level; the root's row is no law and is zero."""
+def fill_levels(
+    scoring: Scoring, window: Window, shape: Shape, hidden: Tensor, steps: Steps
+) -> Draft:
+    """Fill a static tree level by level.
+
+    Args:
+        hidden: [B, 1, H], the network's state at the pending token.
+    """
+    rows, nodes = window.start.shape[0], shape.tree.nodes
+    tokens = torch.full((rows, nodes), -1, dtype=torch.int64, device=hidden.device)
+    laws: list[Tensor] = []
+    root = window.length.unsqueeze(1) - 1
+    for level in shape.levels:
+        logits = steps.logits(hidden, level.depth)
+        scores, law = scoring.scores(logits, window, root + level.depth)
+        ranked = scores.topk(level.width, dim=-1).indices  # [B, m, width]
+        # Drawn siblings are tried in the order they were drawn, without a gap: else their law is another one.
+        ranks = level.ranks if law is None else level.ordinals
+        tokens[:, level.nodes] = scoring.vocabulary.to_target(ranked[:, level.parents, ranks])
+        if law is not None:
+            laws.append(law[:, level.parents])
+        if level.expanded.shape[0]:
+            hidden = steps.run(tokens[:, level.expanded], hidden[:, level.above], level)
+    return Draft(tokens=tokens, probs=_node_laws(laws, shape) if laws else None)
+
+
+def fill_depths(scoring: Scoring, window: Window, shape: Shape, logits: Tensor) -> Draft:
+    """Fill a static tree whose nodes of one depth all take their candidates from the same logits.
+
+    Args:
+        logits: [B, D, Vd], of each depth from 1 to at least the tree's.
+    """
+    ahead = torch.arange(1, logits.shape[1] + 1, device=logits.device)
+    scores, law = scoring.scores(logits, window, window.length.unsqueeze(1) - 1 + ahead)
+    ranked = scores.topk(max(level.width for level in shape.levels), dim=-1).indices
+    size = (ranked.shape[0], shape.tree.nodes)
+    tokens = torch.full(size, -1, dtype=torch.int64, device=logits.device)
+    for level in shape.levels:
+        ranks = level.ranks if law is None else level.ordinals
+        tokens[:, level.nodes] = scoring.vocabulary.to_target(ranked[:, level.depth - 1, ranks])
+    if law is None:
+        return Draft(tokens=tokens)
+    padded = torch.nn.functional.pad(law, (0, 0, 1, 0))  # the root's row is no law and is zero
+    return Draft(tokens=tokens, probs=padded[:, shape.depths[0]])
+
+
+def _node_laws(laws: Sequence[Tensor], shape: Shape) -> Tensor:
+    """[B, N, V] in the order of the nodes, from one [B, n, V] per level; the root's row is zero."""
     by_level = torch.cat(tuple(laws), dim=1)
     order = torch.cat([level.nodes for level in shape.levels])
     result = by_level.new_zeros(by_level.shape[0], shape.tree.nodes, by_level.shape[-1])
