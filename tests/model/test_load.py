@@ -13,6 +13,7 @@ from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.hub import resolve
 from foretell.model.load import load_model, resolve_dtype
+from foretell.ops.meta import RaggedRows
 
 
 def load(folder, dtype="float32"):
@@ -204,8 +205,6 @@ def test_padding_embeds_like_token_zero():
 
 
 def test_taps_are_the_residual_stream_and_the_final_hidden_state():
-    from foretell.ops.meta import RaggedRows
-
     model, tokens = Decoder.random(tiny(), dtype=torch.float64), torch.arange(6)
     paged = Paged(model)
     rows = torch.arange(6)
