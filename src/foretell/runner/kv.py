@@ -6,9 +6,12 @@ no trace.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from foretell.ops.meta import LayerKV
 from foretell.spec.drafter import KVSpec
@@ -47,13 +50,22 @@ def _allocate(
     blocks: int, block_size: int, spec: KVSpec, dtype: torch.dtype, device: torch.device
 ) -> tuple[LayerKV, ...]:
     shape = (blocks, block_size, spec.heads, spec.head_dim)
-    layers = []
-    for _ in range(spec.layers):
-        # Zeros, not empty: a masked key is still multiplied by a zero weight, and 0 * NaN is NaN.
-        k = torch.zeros(shape, dtype=dtype, device=device)
-        v = torch.zeros(shape, dtype=dtype, device=device)
-        layers.append(LayerKV(k=k, v=v))
-    return tuple(layers)
+    return tuple(
+        LayerKV(k=_zeros(shape, dtype, device), v=_zeros(shape, dtype, device))
+        for _ in range(spec.layers)
+    )
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, not junk: a masked key is still multiplied by a zero weight, and 0 * NaN is NaN.
+
+    On a CPU the pages come from the system as zeros and take no memory before they are written, so a large pool costs
+    what is used of it (`torch.zeros` would touch every page).
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)
 
 
 def clear_blocks(layers: Sequence[LayerKV], blocks: Sequence[int]) -> None:
