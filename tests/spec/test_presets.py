@@ -76,5 +76,5 @@ def test_a_tree_is_cut_to_the_heads_there_are() -> None:
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="vicuna_7b.*mc_sim_7b_63"):
+    with pytest.raises(ValueError, match=r"vicuna_7b.*mc_sim_7b_63"):
         preset("vicuna_7b")

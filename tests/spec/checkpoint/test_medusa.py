@@ -161,7 +161,7 @@ def test_a_mis_shaped_tensor_is_refused_with_both_shapes(tmp_path: Path) -> None
 
 
 def test_heads_of_another_hidden_size_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="hidden size 48 .* hidden size 32"):
+    with pytest.raises(ValueError, match=r"hidden size 48 .* hidden size 32"):
         read(files.write(tmp_path / "m", files.medusa(hidden=48), None, "medusa_lm_head.pt"))
 
 

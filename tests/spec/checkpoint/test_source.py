@@ -31,7 +31,7 @@ def test_a_pickle_with_code_is_refused_and_not_run(tmp_path: Path, legacy: bool)
         path.write_bytes(pickle.dumps({"0.0.linear.weight": Bomb(mark)}))
     else:
         torch.save({"0.0.linear.weight": Bomb(mark)}, path)
-    with pytest.raises(ValueError, match="medusa_lm_head.pt .*code"):
+    with pytest.raises(ValueError, match=r"medusa_lm_head\.pt .*code"):
         open_checkpoint(tmp_path)
     assert not mark.exists()
 
