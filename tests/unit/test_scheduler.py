@@ -405,28 +405,66 @@ def test_a_smaller_tree_is_taken_when_the_large_one_does_not_fit_all():
 
 @LATE
 def test_requests_take_turns_when_no_tree_fits_all(late):
-    scheduler = make(blocks=400, seqs=20, tokens=16, trees=(chain(3),))
-    loop = run_all(scheduler, long_talks(10, prompt=2, most=30), late)
-    served: dict[int, int] = {}
-    for plan in loop.device.plans:
-        for new in plan.new:
-            served.pop(new.slot, None)
-        for slot in plan.decode:
-            # 10 requests, 4 a step: nobody waits for more than 2 other rounds and a prompt's step.
-            assert plan.step - served.get(slot, plan.step) <= 5
-            served[slot] = plan.step
-    assert len(served) > 4
+    # Four rows of 4 nodes leave 2 tokens a step: prompts of 2 enter until ten requests decode.
+    scheduler = make(blocks=400, seqs=20, tokens=18, trees=(chain(3),))
+    loop = Loop(scheduler, late)
+    for request in long_talks(10, prompt=2, most=50):
+        scheduler.add(request)
+    most, gaps = 0, []
+    while scheduler.unfinished:
+        before = {request: request.served for request in scheduler.running if request.decodes}
+        loop.step()
+        most = max(most, len(before))
+        gaps += [r.served - step for r, step in before.items() if r.served != step]
+    assert most == 10
+    assert max(gaps) <= 3, "ten requests, four a step: everyone has a turn in three"
 
 
 @LATE
-def test_a_long_prompt_is_computed_beside_decoding_and_does_not_starve(late):
+def test_a_long_prompt_is_computed_beside_decoding(late):
     scheduler = make(blocks=400, seqs=5, tokens=20, length=200, trees=(chain(3),))
-    requests = [*long_talks(4, most=100), ask(list(range(1, 31)) * 4, seed=5, max_tokens=2)]
-    loop = run_all(scheduler, requests, late)
-    assert sum(any(plan.chunks) and bool(plan.decode) for plan in loop.device.plans) > 5
-    long = requests[-1]
+    long = ask(list(range(1, 31)) * 4, seed=5, max_tokens=2)
+    loop = run_all(scheduler, [*long_talks(4, most=100), long], late)
+    assert sum(bool(plan.chunks) and bool(plan.decode) for plan in loop.device.plans) > 5
     first = next(i for i, (request, _) in enumerate(loop.taken) if request is long)
     assert first < len(loop.taken) - 40, "the prompt waited for the others to end"
+
+
+@LATE
+def test_a_prompt_begun_does_not_starve_when_decoding_fills_the_budget(late):
+    # The short prompt's leftover starts the long one; then four rows of 4 nodes take all 16 tokens.
+    scheduler = make(blocks=400, seqs=6, tokens=16, length=200, trees=(chain(3),))
+    loop = Loop(scheduler, late)
+    for request in long_talks(3, most=150):
+        scheduler.add(request)
+    for _ in range(4):
+        loop.step()
+    (short,), long = long_talks(1, prompt=2, most=150), ask(list(range(1, 31)) * 2, max_tokens=2)
+    scheduler.add(short)
+    scheduler.add(long)
+    steps = 0
+    while long.status is not Status.DONE:
+        loop.step()
+        steps += 1
+        assert steps < 40
+    assert len(scheduler.running) == 4, "the others still run"
+    loop.drain()
+    assert_exact([short, long])
+
+
+def test_drafts_leave_room_for_waiting_prompts():
+    scheduler = make(blocks=400, seqs=5, tokens=16, length=200, trees=(chain(0), chain(3)))
+    loop = Loop(scheduler, late=False)
+    for request in long_talks(3, most=150):
+        scheduler.add(request)
+    for _ in range(4):
+        loop.step()
+    assert loop.device.plans[-1].next_tree == 1
+    scheduler.add(ask(list(range(1, 31)) * 4, max_tokens=2))
+    loop.step()
+    loop.step()
+    assert [p.next_tree for p in loop.device.plans[-2:]] == [0, 0]
+    assert sum(c.count for c in loop.device.plans[-1].chunks) == 13
 
 
 def test_the_wanted_tree_is_drafted_for_the_next_step():
@@ -648,6 +686,31 @@ def test_a_request_preempted_with_a_step_in_flight_waits_for_its_tokens():
     assert_exact([request])
 
 
+@LATE
+def test_nobody_is_preempted_while_blocks_are_about_to_come_back(late):
+    scheduler = make(blocks=26, size=4, seqs=6)
+    preempt, seen = scheduler._preempt, []
+
+    def watched(request: Request) -> None:
+        seen.append(len(scheduler._leaving))
+        preempt(request)
+
+    scheduler._preempt = watched
+    simulate(scheduler, late, seed=9, count=300, abort=0.1)
+    assert len(seen) > 5
+    assert not any(seen)
+
+
+@LATE
+def test_a_newcomer_waits_until_the_running_ones_have_room_to_grow(late):
+    # 5 blocks and 7 blocks fill the pool of 12 exactly; the first would preempt the second at once.
+    scheduler = make(blocks=13, size=4, trees=(chain(0),))
+    first, second = long_talks(1, prompt=15, most=12)[0], ask([9] * 23, seed=3, max_tokens=12)
+    run_all(scheduler, [first, second], late)
+    assert scheduler.preemptions == 0
+    assert_exact([first, second])
+
+
 # Aborting.
 
 
@@ -855,14 +918,32 @@ def test_nothing_computed_before_a_reset_is_found_after_it(late):
     scheduler.add(talk)
     for _ in range(4):
         loop.step()
+    before = talk.registered
+    assert before > 2
     scheduler.reset_prefix_cache()
     scheduler.check()
     loop.drain()
-    again, longer = ask([*talk.prompt, 1], max_tokens=1), ask([*talk.tokens, 1], max_tokens=1)
+    stale = talk.tokens[: before * 4 + 1]
+    again, longer = ask(stale, max_tokens=1), ask([*talk.tokens, 1], max_tokens=1)
     loop.serve(again)
     assert again.counts.cached == 0
     loop.serve(longer)
-    assert longer.counts.cached == 8, "only what was computed after the reset"
+    assert longer.counts.cached == before * 4, "only what was computed after the reset"
+
+
+def test_a_request_that_starts_over_after_a_reset_is_shared_again():
+    scheduler = make(size=4, blocks=100)
+    loop = Loop(scheduler, late=False)
+    (talk,) = long_talks(1, prompt=9, most=30)
+    scheduler.add(talk)
+    for _ in range(4):
+        loop.step()
+    scheduler.reset_prefix_cache()
+    scheduler._preempt(talk)
+    loop.drain()
+    request = ask([*talk.prompt, 1], max_tokens=1)
+    loop.serve(request)
+    assert request.counts.cached == 8
 
 
 # Who gets no draft.
