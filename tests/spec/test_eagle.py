@@ -22,8 +22,8 @@ from torch import Tensor
 from foretell.spec.checkpoint.eagle import EagleReading, read_eagle
 from foretell.spec.checkpoint.eagle3 import read_eagle3
 from foretell.spec.checkpoint.source import open_checkpoint
-from foretell.spec.eagle import EagleDrafter
 from foretell.spec.dynamic_tree import Growth
+from foretell.spec.eagle import EagleDrafter
 from foretell.spec.presets import preset
 from foretell.spec.tree import Tree, chain
 from foretell.spec.verify import Acceptance

@@ -87,7 +87,7 @@ def _head_dim(intake: Intake, config: Config, prefix: str) -> int:
     declared = config.get("head_dim") or config["hidden_size"] // heads
     if rows == heads * declared:
         return int(declared)
-    if rows != config["hidden_size"]:
+    if rows != config["hidden_size"] or rows % heads:
         raise intake.refuse(
             f"'{prefix}self_attn.q_proj.weight' has {rows} rows, but num_attention_heads={heads} of "
             f"head_dim={declared} make {heads * declared}; correct the config"
