@@ -452,6 +452,33 @@ def test_a_prompt_begun_does_not_starve_when_decoding_fills_the_budget(late):
     assert_exact([short, long])
 
 
+@LATE
+def test_a_starved_prompt_that_ends_first_in_a_step_does_not_decode_in_it(late):
+    # As above; then half of the others leave, and the budget would do for its first draft as well.
+    scheduler = make(blocks=400, seqs=6, tokens=16, length=200, trees=(chain(3),))
+    loop = Loop(scheduler, late)
+    talks = long_talks(3, most=150)
+    for request in talks:
+        scheduler.add(request)
+    for _ in range(4):
+        loop.step()
+    (short,), rest = long_talks(1, prompt=2, most=150), ask([7] * 5, seed=2, max_tokens=20)
+    scheduler.add(short)
+    scheduler.add(rest)
+    loop.step()
+    loop.step()
+    assert rest.prefilling
+    assert rest.served < loop.device.plans[-1].step
+    scheduler.abort(talks[0].id)
+    scheduler.abort(talks[1].id)
+    loop.step()
+    plan = loop.device.plans[-1]
+    assert [(chunk.slot, chunk.last) for chunk in plan.chunks] == [(rest.slot, True)]
+    assert sorted(plan.decode) == sorted([talks[2].slot, short.slot])
+    loop.drain()
+    assert_exact([talks[2], short, rest])
+
+
 def test_drafts_leave_room_for_waiting_prompts():
     scheduler = make(blocks=400, seqs=5, tokens=16, length=200, trees=(chain(0), chain(3)))
     loop = Loop(scheduler, late=False)

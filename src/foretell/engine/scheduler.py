@@ -232,7 +232,8 @@ class Scheduler:
 
     def _plan_decode(self, build: PlanBuilder) -> None:
         nodes = self.trees[build.tree].nodes
-        candidates = [request for request in self.running if request.decodes]
+        # A starved prompt may have ended in this very step; it decodes from the next one on.
+        candidates = [r for r in self.running if r.decodes and r.served != build.step]
         if len(candidates) * nodes > build.budget:  # take turns: who waited longest goes first
             candidates.sort(key=lambda request: (request.served, self._rank(request)))
         for request in candidates:
