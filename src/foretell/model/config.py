@@ -45,6 +45,9 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    output_gate: bool = (
+        False  # attention's output is multiplied by sigmoid(gate(x)); only drafter layers have it
+    )
     sandwich_norms: bool = False  # norms after attention and after the MLP too
     norm_plus_one: bool = False  # the checkpoint stores norm weights minus one
     embedding_scale: float = 1.0

@@ -123,6 +123,8 @@ class Attention(nn.Module):
         width = (self.heads + 2 * self.kv_heads) * self.dim
         self.qkv = Linear(build, inputs or config.hidden_size, width, config.qkv_bias)
         self.output = Linear(build, self.heads * self.dim, config.hidden_size, config.output_bias)
+        gated = self.heads * self.dim if config.output_gate else 0
+        self.gate = Linear(build, inputs or config.hidden_size, gated, False) if gated else None
         self.q_norm = RMSNorm(build, self.dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(build, self.dim, config.norm_eps) if config.qk_norm else None
 
@@ -148,6 +150,8 @@ class Attention(nn.Module):
             config.scale,
             config.attention_softcap,
         )
+        if self.gate is not None:
+            seen = seen * torch.sigmoid(self.gate(x))
         out: Tensor = self.output(seen, residual)
         return out
 
