@@ -21,6 +21,7 @@ from torch import Tensor
 
 from foretell.spec.checkpoint.eagle import EagleReading, read_eagle
 from foretell.spec.checkpoint.eagle3 import read_eagle3
+from foretell.spec.checkpoint.mtp import read_mtp
 from foretell.spec.checkpoint.source import open_checkpoint
 from foretell.spec.dynamic_tree import Growth
 from foretell.spec.eagle import EagleDrafter
@@ -50,13 +51,18 @@ class Case:
     factor: float = 1.0
     norm_before_residual: bool = False
     norm_output: bool = False
+    mtp: str = ""  # family
+    rotary: float = 1.0
 
     @property
     def third(self) -> bool:
-        return "fc.weight" not in self.plain or any("hidden_norm" in name for name in self.plain)
+        return not self.mtp and any("hidden_norm" in name for name in self.plain)
 
     @property
     def plain(self) -> dict[str, Tensor]:
+        """Weights under the names that the equations use."""
+        if self.mtp:
+            return _mtp_names(self.tensors, self.mtp)
         names = {
             n: n.removeprefix("model.").replace("midlayer.", "layers.0.") for n in self.tensors
         }
@@ -64,7 +70,7 @@ class Case:
 
     def read(self, folder: Path) -> EagleReading:
         files.write(folder, self.tensors, self.config, "model.safetensors")
-        reader = read_eagle3 if self.third else read_eagle
+        reader = read_eagle3 if self.third else read_mtp if self.mtp else read_eagle
         return reader(open_checkpoint(folder), TARGET)
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -72,7 +78,9 @@ class Case:
 
     def rows(self, tokens: list[int], hidden: Tensor, positions: Tensor, sees: Tensor) -> Tensor:
         table = self.plain.get("embed_tokens.weight", TARGET.embedding.detach())
-        frame = Frame(positions, sees, base=self.base, factor=self.factor)
+        frame = Frame(positions, sees, base=self.base, factor=self.factor, rotary=self.rotary)
+        if self.mtp:
+            return equations.mtp(table[tokens], hidden, self.plain, frame, self.mtp == "mimo")
         if self.third:
             return equations.eagle3(
                 table[tokens], hidden, self.plain, frame, self.norm_before_residual
@@ -80,10 +88,14 @@ class Case:
         return equations.eagle1(table[tokens], hidden, self.plain, frame)
 
     def feed_back(self, out: Tensor) -> Tensor:
+        if self.mtp:
+            return equations.rms(out, self.plain["norm"])
         return equations.rms(out, self.plain["norm.weight"]) if self.norm_output else out
 
     def logits(self, out: Tensor) -> Tensor:
         """Over target ids, -inf where the draft has no token."""
+        if self.mtp:
+            return TARGET.logits(self.feed_back(out))
         if "norm.weight" in self.plain:
             out = equations.rms(out, self.plain["norm.weight"])
         if "lm_head.weight" not in self.plain:
@@ -124,6 +136,35 @@ class Case:
         return outs
 
 
+def _mtp_names(tensors: dict[str, Tensor], family: str) -> dict[str, Tensor]:
+    """What the equations call MTP weights; norm weights as they multiply."""
+    names = {
+        "qwen": {
+            "mtp.fc.weight": "fc",
+            "mtp.pre_fc_norm_embedding.weight": "embedding_norm",
+            "mtp.pre_fc_norm_hidden.weight": "feature_norm",
+            "mtp.norm.weight": "norm",
+            "mtp.layers.": "layers.",
+        },
+        "mimo": {
+            "model.mtp_layers.0.input_proj.weight": "fc",
+            "model.mtp_layers.0.token_layernorm.weight": "embedding_norm",
+            "model.mtp_layers.0.hidden_layernorm.weight": "feature_norm",
+            "model.mtp_layers.0.final_layernorm.weight": "norm",
+            "model.mtp_layers.0.": "layers.0.",
+        },
+    }[family]
+    result = {}
+    for name, tensor in tensors.items():
+        for theirs, ours in names.items():
+            if name.startswith(theirs):
+                result[ours + name.removeprefix(theirs)] = tensor + (
+                    family == "qwen" and "norm" in name
+                )
+                break
+    return result
+
+
 def features(width: int) -> Tensor:
     return torch.randn(
         LENGTH, width, generator=torch.Generator().manual_seed(4), dtype=torch.float64
@@ -149,6 +190,18 @@ def third(config: dict[str, object] | None = None, **more: object) -> Case:
 def last_hidden() -> Case:
     case = third({"eagle_config": {"use_aux_hidden_state": False}}, fc=False)
     return replace(case, features=features(files.H))
+
+
+def qwen(layers: int = 1) -> Case:
+    tensors = files.qwen_mtp(layers)
+    return Case(
+        tensors, files.qwen_mtp_config(layers), features(files.H), 1e7, mtp="qwen", rotary=0.25
+    )
+
+
+def mimo() -> Case:
+    config = files.mimo_mtp_config(rope_theta=640000.0)
+    return Case(files.mimo_mtp(), config, features(files.H), 640000.0, mtp="mimo")
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -181,6 +234,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "eagle3-rope-parameters": lambda: replace(
         third({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}), base=1e6
     ),
+    "mtp-qwen": qwen,
+    "mtp-qwen-two-layers": lambda: qwen(2),
+    "mtp-mimo": mimo,
 }
 
 

@@ -270,3 +270,68 @@ def mlp_speculator_config(heads: int = 3, inner: int = 24, **more: object) -> di
         "n_candidates": 5,
         **more,
     }
+
+
+def language_model() -> Tensors:
+    """A target with one layer."""
+    tensors = {"model.embed_tokens.weight": noise(V, H), "model.norm.weight": norm_weight(H)}
+    return tensors | {"lm_head.weight": noise(V, H)} | llama_layer("model.layers.0.", first=False)
+
+
+def qwen_mtp(layers: int = 1) -> Tensors:
+    """Qwen3-Next/3.5, dense: gated attention, query and key norms, norm weights minus one."""
+    dim = H // HEADS
+    tensors = language_model()
+    tensors["mtp.fc.weight"] = noise(H, 2 * H, seed=1)
+    for i, name in enumerate(("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")):
+        tensors[f"mtp.{name}.weight"] = norm_weight(H, seed=60 + i) - 1
+    for i in range(layers):
+        layer = llama_layer(f"mtp.layers.{i}.", seed=70 + 20 * i, first=False)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            layer[f"mtp.layers.{i}.{name}.weight"] -= 1
+        attention = f"mtp.layers.{i}.self_attn."
+        layer[f"{attention}q_proj.weight"] = noise(2 * HEADS * dim, H, seed=90 + i)
+        for name in ("q_norm", "k_norm"):
+            layer[f"{attention}{name}.weight"] = norm_weight(dim, seed=95 + i) - 1
+        tensors |= layer
+    return tensors
+
+
+def qwen_mtp_config(layers: int = 1, **more: object) -> dict[str, object]:
+    text = llama_config(
+        24,
+        model_type="qwen3_5_text",
+        mtp_num_hidden_layers=layers,
+        mtp_use_dedicated_embeddings=False,
+        head_dim=H // HEADS,
+        attn_output_gate=True,
+        layer_types=["linear_attention"] * 24,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        **more,
+    )
+    return {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text,
+    }
+
+
+def mimo_mtp() -> Tensors:
+    """MiMo: an ordinary layer with biases, the feature's half first."""
+    prefix = "model.mtp_layers.0."
+    tensors = language_model() | llama_layer(prefix, seed=70, qkv_bias=True, first=False)
+    tensors[f"{prefix}input_proj.weight"] = noise(H, 2 * H, seed=1)
+    for i, name in enumerate(("token_layernorm", "hidden_layernorm", "final_layernorm")):
+        tensors[f"{prefix}{name}.weight"] = norm_weight(H, seed=60 + i)
+    return tensors
+
+
+def mimo_mtp_config(**more: object) -> dict[str, object]:
+    return llama_config(
+        36,
+        model_type="mimo",
+        architectures=["MiMoForCausalLM"],
+        num_nextn_predict_layers=1,
+        attention_bias=True,
+        **more,
+    )

@@ -38,6 +38,7 @@ class Frame:
     kv_heads: int = 2
     base: float = 10000.0
     factor: float = 1.0
+    rotary: float = 1.0  # share of a head's channels that turn
 
 
 def attend(x: Tensor, w: Tensors, prefix: str, frame: Frame) -> Tensor:
@@ -48,15 +49,26 @@ def attend(x: Tensor, w: Tensors, prefix: str, frame: Frame) -> Tensor:
         bias = w.get(f"{prefix}self_attn.{name}_proj.bias")
         return (y if bias is None else y + bias).view(x.shape[0], heads, -1)
 
-    q = rotate(project("q", frame.heads), frame.positions, frame.base, frame.factor)
-    k = rotate(project("k", frame.kv_heads), frame.positions, frame.base, frame.factor)
-    v = project("v", frame.kv_heads)
+    def turned(x: Tensor) -> Tensor:
+        some = int(x.shape[-1] * frame.rotary)
+        left = rotate(x[..., :some], frame.positions, frame.base, frame.factor)
+        return torch.cat((left, x[..., some:]), -1)
+
+    q, k, v = project("q", frame.heads), project("k", frame.kv_heads), project("v", frame.kv_heads)
+    gate = None
+    if q.shape[-1] == 2 * k.shape[-1]:
+        q, gate = q.chunk(2, -1)
+    if f"{prefix}self_attn.q_norm.weight" in w:
+        q, k = (rms(t, w[f"{prefix}self_attn.{n}_norm.weight"]) for t, n in ((q, "q"), (k, "k")))
+    q, k = turned(q), turned(k)
     outs = []
     for head in range(frame.heads):
         shared = head // (frame.heads // frame.kv_heads)
         scores = q[:, head] @ k[:, shared].T / q.shape[-1] ** 0.5
         weights = torch.softmax(scores.masked_fill(~frame.sees, -torch.inf), -1)
         outs.append(weights @ v[:, shared])
+        if gate is not None:
+            outs[-1] = outs[-1] * torch.sigmoid(gate[:, head])
     return torch.cat(outs, -1) @ w[f"{prefix}self_attn.o_proj.weight"].T
 
 
@@ -105,6 +117,13 @@ def eagle3(
     x = torch.cat((rms(embedded, w["layers.0.input_layernorm.weight"]), normed), -1)
     out = layer(x, normed if norm_before_residual else g, w, "layers.0.", frame)
     return ordinary_layers(out, w, frame, 1)
+
+
+def mtp(embedded: Tensor, hidden: Tensor, w: Tensors, frame: Frame, feature_first: bool) -> Tensor:
+    """[R, H] outputs before the final norm."""
+    e, h = rms(embedded, w["embedding_norm"]), rms(hidden, w["feature_norm"])
+    x = torch.cat((h, e) if feature_first else (e, h), -1) @ w["fc"].T
+    return ordinary_layers(x, w, frame, 0)
 
 
 def medusa(x: Tensor, w: Tensors, head: int, layers: int) -> Tensor:

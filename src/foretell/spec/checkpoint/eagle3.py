@@ -262,16 +262,16 @@ def _fill(net: Eagle3Net, intake: Intake, parts: Parts, concat: Concat) -> None:
     if concat.fc_bias:
         fill(net, "fc.bias", intake.take("fc.bias", hidden))
     if concat.norm_before_fc:
-        fill(net, "features_norm.weight", take_norm(intake, "input_norm.weight", width))
+        fill(net, "features_norm.weight", take_norm(intake, "input_norm.weight", config, width))
     for i in range(concat.chunks if concat.fc_norm else 0):
-        norm = take_norm(intake, f"fc_norm.{i}.weight", concat.target_hidden)
+        norm = take_norm(intake, f"fc_norm.{i}.weight", config, concat.target_hidden)
         fill(net, f"chunk_norms.{i}.weight", norm)
     for path, name in (
         ("embedding_norm", "layers.0.input_layernorm"),
         ("hidden_norm", "layers.0.hidden_norm"),
         ("norm", "norm"),
     ):
-        fill(net, f"{path}.weight", take_norm(intake, f"{name}.weight", hidden))
+        fill(net, f"{path}.weight", take_norm(intake, f"{name}.weight", config))
     if parts.own_embedding:
         fill(net, "embedding", intake.take("embed_tokens.weight", parts.own_embedding, hidden))
     if parts.own_head:

@@ -7,7 +7,7 @@ does not say is the default it was trained with (base 10000, no scaling), never 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,24 @@ from foretell.spec.checkpoint.intake import Intake
 from foretell.spec.checkpoint.source import Config
 
 
+@dataclass(frozen=True, slots=True)
+class Style:
+    """What a family's layers have beyond Llama's.
+
+    Args:
+        gated: the query projection holds a gate beside each head, for attention's output.
+        plus_one: norm weights are stored minus one.
+    """
+
+    gated: bool = False
+    plus_one: bool = False
+
+
+PLAIN = Style()
+
+
 def layer_config(
-    intake: Intake, config: Config, layers: int, prefix: str, size: int
+    intake: Intake, config: Config, layers: int, prefix: str, size: int, style: Style = PLAIN
 ) -> ModelConfig:
     """Shape of a drafter's layers.
 
@@ -29,6 +45,7 @@ def layer_config(
         layers: how many the tensors have.
         prefix: of the first layer's tensors.
         size: V, the target's vocabulary.
+        style: of the family.
 
     Raises:
         ValueError: a field is missing, not supported, or contradicts the tensors or the target.
@@ -58,7 +75,7 @@ def layer_config(
             "model_type": "llama",
             "vocab_size": size,
             "num_hidden_layers": layers,
-            "head_dim": _head_dim(intake, config, prefix),
+            "head_dim": _head_dim(intake, config, prefix, style.gated),
         }
     )
     attention = f"{prefix}self_attn."
@@ -76,14 +93,19 @@ def layer_config(
     intake.note(f"rotary base {rope.base:g}{scaled}, from the draft's own config")
     assert read.heads == heads, (read.heads, heads)
     return replace(
-        read, qkv_bias=biased, output_bias=out_biased, qk_norm=f"{attention}q_norm.weight" in intake
+        read,
+        qkv_bias=biased,
+        output_bias=out_biased,
+        qk_norm=f"{attention}q_norm.weight" in intake,
+        output_gate=style.gated,
+        norm_plus_one=style.plus_one,
     )
 
 
-def _head_dim(intake: Intake, config: Config, prefix: str) -> int:
+def _head_dim(intake: Intake, config: Config, prefix: str, gated: bool) -> int:
     """From the query projection: some code ignores `head_dim` and takes hidden size / heads."""
     heads = config["num_attention_heads"]
-    rows = intake.shape(f"{prefix}self_attn.q_proj.weight")[0]
+    rows = intake.shape(f"{prefix}self_attn.q_proj.weight")[0] // (2 if gated else 1)
     declared = config.get("head_dim") or config["hidden_size"] // heads
     if rows == heads * declared:
         return int(declared)
@@ -102,9 +124,8 @@ def fill_layer(
     root: nn.Module, path: str, intake: Intake, prefix: str, config: ModelConfig
 ) -> None:
     """Fill an ordinary layer (`model.layers.Layer`) at `path` of `root`."""
-    _fill_norm(
-        root, f"{path}.attention_norm", intake, f"{prefix}input_layernorm", config.hidden_size
-    )
+    norm = take_norm(intake, f"{prefix}input_layernorm.weight", config)
+    fill(root, f"{path}.attention_norm.weight", norm)
     fill_first(root, path, intake, prefix, config, config.hidden_size)
 
 
@@ -112,59 +133,55 @@ def fill_first(
     root: nn.Module, path: str, intake: Intake, prefix: str, config: ModelConfig, inputs: int
 ) -> None:
     """Fill attention, the norm after it, and the MLP; attention reads `inputs` channels."""
-    attention = f"{prefix}self_attn."
-    rows = (
-        config.heads * config.head_dim,
-        config.kv_heads * config.head_dim,
-        config.kv_heads * config.head_dim,
-    )
-    qkv = [
-        intake.take(f"{attention}{name}_proj.weight", count, inputs)
-        for name, count in zip("qkv", rows, strict=True)
-    ]
-    fill(root, f"{path}.attention.qkv.weight", torch.cat(qkv))
+    _fill_attention(root, f"{path}.attention", intake, f"{prefix}self_attn.", config, inputs)
+    norm = take_norm(intake, f"{prefix}post_attention_layernorm.weight", config)
+    fill(root, f"{path}.mlp_norm.weight", norm)
+    _fill_mlp(root, f"{path}.mlp", intake, f"{prefix}mlp.", config)
+
+
+def _fill_attention(
+    root: nn.Module, path: str, intake: Intake, prefix: str, config: ModelConfig, inputs: int
+) -> None:
+    heads, dim, hidden = config.heads, config.head_dim, config.hidden_size
+    rows = {"k": config.kv_heads * dim, "v": config.kv_heads * dim}
+    sides = 2 if config.output_gate else 1
+    q = intake.take(f"{prefix}q_proj.weight", sides * heads * dim, inputs)
+    if config.output_gate:  # each head's queries, then its gate
+        q, gate = q.view(heads, 2, dim, inputs).unbind(1)
+        q = q.reshape(-1, inputs)
+        fill(root, f"{path}.gate.weight", gate.reshape(-1, inputs))
+    kv = [intake.take(f"{prefix}{name}_proj.weight", count, inputs) for name, count in rows.items()]
+    fill(root, f"{path}.qkv.weight", torch.cat((q, *kv)))
     if config.qkv_bias:
-        biases = [
-            intake.take(f"{attention}{name}_proj.bias", count)
-            for name, count in zip("qkv", rows, strict=True)
-        ]
-        fill(root, f"{path}.attention.qkv.bias", torch.cat(biases))
-    hidden, inner = config.hidden_size, config.intermediate_size
-    fill(
-        root,
-        f"{path}.attention.output.weight",
-        intake.take(f"{attention}o_proj.weight", hidden, rows[0]),
-    )
+        rows = {"q": heads * dim, **rows}
+        biases = [intake.take(f"{prefix}{name}_proj.bias", count) for name, count in rows.items()]
+        fill(root, f"{path}.qkv.bias", torch.cat(biases))
+    fill(root, f"{path}.output.weight", intake.take(f"{prefix}o_proj.weight", hidden, heads * dim))
     if config.output_bias:
-        fill(root, f"{path}.attention.output.bias", intake.take(f"{attention}o_proj.bias", hidden))
-    if config.qk_norm:
-        for name in ("q_norm", "k_norm"):
-            _fill_norm(
-                root, f"{path}.attention.{name}", intake, f"{attention}{name}", config.head_dim
-            )
-    _fill_norm(root, f"{path}.mlp_norm", intake, f"{prefix}post_attention_layernorm", hidden)
-    gate_up = [
-        intake.take(f"{prefix}mlp.{name}_proj.weight", inner, hidden) for name in ("gate", "up")
-    ]
-    fill(root, f"{path}.mlp.gate_up.weight", torch.cat(gate_up))
+        fill(root, f"{path}.output.bias", intake.take(f"{prefix}o_proj.bias", hidden))
+    for name in ("q_norm", "k_norm") if config.qk_norm else ():
+        fill(
+            root, f"{path}.{name}.weight", take_norm(intake, f"{prefix}{name}.weight", config, dim)
+        )
+
+
+def _fill_mlp(root: nn.Module, path: str, intake: Intake, prefix: str, config: ModelConfig) -> None:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    names = ("gate", "up")
+    gate_up = [intake.take(f"{prefix}{name}_proj.weight", inner, hidden) for name in names]
+    fill(root, f"{path}.gate_up.weight", torch.cat(gate_up))
+    fill(root, f"{path}.down.weight", intake.take(f"{prefix}down_proj.weight", hidden, inner))
     if config.mlp_bias:
-        both = [intake.take(f"{prefix}mlp.{name}_proj.bias", inner) for name in ("gate", "up")]
-        fill(root, f"{path}.mlp.gate_up.bias", torch.cat(both))
-        fill(root, f"{path}.mlp.down.bias", intake.take(f"{prefix}mlp.down_proj.bias", hidden))
-    fill(
-        root, f"{path}.mlp.down.weight", intake.take(f"{prefix}mlp.down_proj.weight", hidden, inner)
-    )
+        both = [intake.take(f"{prefix}{name}_proj.bias", inner) for name in names]
+        fill(root, f"{path}.gate_up.bias", torch.cat(both))
+        fill(root, f"{path}.down.bias", intake.take(f"{prefix}down_proj.bias", hidden))
 
 
-def _fill_norm(root: nn.Module, path: str, intake: Intake, name: str, size: int) -> None:
-    fill(root, f"{path}.weight", take_norm(intake, f"{name}.weight", size))
-
-
-def take_norm(intake: Intake, name: str, size: int, plus_one: bool = False) -> Tensor:
-    """A norm's weight, in float32 or wider; `plus_one` if the checkpoint holds it minus one."""
+def take_norm(intake: Intake, name: str, config: ModelConfig, size: int | None = None) -> Tensor:
+    """A norm's weight, in float32 or wider, of width `size` (default: the model's)."""
     wide = torch.promote_types(intake.dtype, torch.float32)
-    weight = intake.take(name, size, dtype=wide)
-    return weight + 1 if plus_one else weight
+    weight = intake.take(name, size or config.hidden_size, dtype=wide)
+    return weight + 1 if config.norm_plus_one else weight
 
 
 def count_layers(intake: Intake, prefix: str = "layers.") -> int:
