@@ -1,0 +1,209 @@
+"""From a folder to text: every format drafts in the engine, and the text is that of plain decoding."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import checkpoints as files
+import pytest
+import torch
+from lab import Lab, make_lab, prompts, tiny_decoder
+from torch import Tensor
+
+from foretell.sampling_params import SamplingParams
+from foretell.spec.checkpoint.load import Loaded, Wanted, identify, load_drafter
+from foretell.spec.checkpoint.recognise import Family
+from foretell.spec.dynamic_tree import EAGLE2, EAGLE3, Growth
+from foretell.spec.presets import preset
+from foretell.spec.tree import Tree, chain
+from foretell.spec.verify import Acceptance
+
+TARGET = tiny_decoder(0, layers=7, vocabulary=files.V)
+PROMPTS = prompts(6)
+Files = tuple[dict[str, Tensor], dict[str, object] | None, str]
+
+FORMATS: dict[str, Callable[[], Files]] = {
+    "medusa pt": lambda: (files.medusa(), files.medusa_config(), "medusa_lm_head.pt"),
+    "medusa safetensors": lambda: (files.medusa(heads=4), None, "medusa_lm_head.safetensors"),
+    "medusa shared head": lambda: (files.medusa(output=False), None, "medusa_lm_head.pt"),
+    "medusa full": lambda: (
+        files.language_model() | files.medusa(prefix="medusa_head."),
+        files.llama_config(medusa_num_heads=5, medusa_num_layers=1),
+        "model.safetensors",
+    ),
+    "medusa vllm": lambda: (files.medusa_vllm(), files.medusa_vllm_config(), "model.safetensors"),
+    "medusa token map": lambda: (
+        files.medusa_vllm(kept=files.draft_tokens(30)),
+        files.medusa_vllm_config(truncated_vocab_size=30),
+        "model.safetensors",
+    ),
+    "eagle bin": lambda: (files.eagle1(), files.llama_config(), "pytorch_model.bin"),
+    "eagle safetensors": lambda: (
+        files.eagle1(bias=False),
+        files.llama_config(bias=False),
+        "model.safetensors",
+    ),
+    "eagle3": lambda: (files.eagle3(), files.eagle3_config(), "pytorch_model.bin"),
+    "eagle3 vllm names": lambda: (
+        files.eagle3(first="layers.0."),
+        files.eagle3_config(),
+        "model.safetensors",
+    ),
+    "speculators": lambda: (
+        files.eagle3(first="layers.0."),
+        files.speculators_config(),
+        "model.safetensors",
+    ),
+    "mlp_speculator": lambda: (
+        files.mlp_speculator(),
+        files.mlp_speculator_config(),
+        "model.safetensors",
+    ),
+    "mtp qwen": lambda: (files.qwen_mtp(), files.qwen_mtp_config(), "model.safetensors"),
+    "mtp mimo": lambda: (files.mimo_mtp(), files.mimo_mtp_config(), "model.safetensors"),
+    "pard": lambda: (
+        files.language_model(),
+        files.llama_config(pard_token=90),
+        "model.safetensors",
+    ),
+}
+
+
+def load(folder: Path, name: str, acceptance: str = "match", **wanted: object) -> Loaded:
+    tensors, config, file = FORMATS[name]()
+    files.write(folder, tensors, config, file)
+    wish = Wanted(**wanted)  # type: ignore[arg-type]
+    return load_drafter(identify(folder, wish.method), TARGET, Acceptance(acceptance), wish)
+
+
+def lab_of(loaded: Loaded, acceptance: str = "match", **config: object) -> Lab:
+    lab = make_lab(loaded.drafter, loaded.tree, TARGET, acceptance, **config)
+    device = lab.engine.runner.device  # type: ignore[attr-defined]
+    slots = device.slots
+    if loaded.grows:
+        slots.draft_parents = torch.zeros_like(slots.draft)
+    if loaded.draws:
+        slots.draft_probs = torch.zeros(*slots.draft.shape, files.V)
+    lab.engine.scheduler.scratch = loaded.scratch
+    return lab
+
+
+def texts(lab: Lab, params: Sequence[SamplingParams]) -> list[list[int]]:
+    for i, (prompt, one) in enumerate(zip(PROMPTS, params, strict=True)):
+        lab.add(str(i), prompt, one, seed=100 + i)
+    runs = lab.drain()
+    return [runs[str(i)].tokens for i in range(len(PROMPTS))]
+
+
+MIX = [
+    SamplingParams(temperature=0.0, max_tokens=16),
+    SamplingParams(temperature=0.7, max_tokens=16),
+    SamplingParams(temperature=1.0, top_p=0.9, min_p=0.02, max_tokens=16),
+    SamplingParams(temperature=0.8, repetition_penalty=1.3, presence_penalty=0.2, max_tokens=16),
+    SamplingParams(temperature=0.9, logit_bias={5: 4.0}, logprobs=2, max_tokens=16),
+    SamplingParams(temperature=1.3, top_k=9, max_tokens=16),
+]
+GREEDY = [SamplingParams(temperature=0.0, max_tokens=16)] * 6
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, list[list[int]]]:
+    return {
+        "mix": texts(make_lab(target=TARGET), MIX),
+        "greedy": texts(make_lab(target=TARGET), GREEDY),
+    }
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_text_is_that_of_plain_decoding(
+    tmp_path: Path, name: str, plain: dict[str, list[list[int]]]
+) -> None:
+    loaded = load(tmp_path / "draft", name)
+    assert texts(lab_of(loaded, max_num_batched_tokens=512), MIX) == plain["mix"]
+
+
+@pytest.mark.parametrize("name", ["medusa vllm", "eagle bin", "eagle3", "mlp_speculator", "pard"])
+@pytest.mark.parametrize("tree", [chain(3), Tree((-1, 0, 0, 1, 1, 2, 3))])
+def test_under_rejection_greedy_text_is_that_of_plain_decoding(
+    tmp_path: Path, name: str, tree: Tree, plain: dict[str, list[list[int]]]
+) -> None:
+    loaded = load(tmp_path / "draft", name, "rejection", tree=tree)
+    assert loaded.draws == (name != "medusa vllm" or tree.is_chain)
+    assert texts(lab_of(loaded, "rejection"), GREEDY) == plain["greedy"]
+
+
+@pytest.mark.parametrize("name", ["eagle bin", "eagle3"])
+@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+def test_grown_trees_give_the_text_of_plain_decoding(
+    tmp_path: Path, name: str, acceptance: str, plain: dict[str, list[list[int]]]
+) -> None:
+    loaded = load(tmp_path / "draft", name, acceptance, tree=Growth(4, 4, 14))
+    assert loaded.grows
+    assert not loaded.draws
+    assert texts(lab_of(loaded, acceptance), GREEDY) == plain["greedy"]
+    if acceptance == "match":
+        assert texts(lab_of(loaded, acceptance), MIX) == plain["mix"]
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "tree"),
+    [
+        ("medusa pt", {}, preset("vicuna_7b_stage2")),
+        ("medusa vllm", {}, chain(5)),
+        ("medusa full", {}, preset("mc_sim_7b_63")),
+        ("eagle bin", {}, EAGLE2.bound),
+        ("eagle bin", {"method": "eagle1"}, preset("eagle")),
+        ("eagle bin", {"method": "eagle2"}, EAGLE2.bound),
+        ("eagle bin", {"tokens": 4}, chain(4)),
+        ("eagle3", {}, EAGLE3.bound),
+        ("mlp_speculator", {}, chain(3)),
+        ("mtp qwen", {}, chain(1)),
+        ("medusa pt", {"tree": Tree((-1, 0, 0))}, Tree((-1, 0, 0))),
+    ],
+)
+def test_the_tree_is_chosen_as_the_originals_do(
+    tmp_path: Path, name: str, wanted: dict[str, object], tree: Tree
+) -> None:
+    assert load(tmp_path / "draft", name, **wanted).tree == tree
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "message"),
+    [
+        ("medusa safetensors", {"tokens": 5}, "depth 5 needs 5 Medusa heads, the checkpoint has 4"),
+        ("mlp_speculator", {"tokens": 4}, "n_predict=3"),
+        ("medusa pt", {"tree": Growth(2, 3, 6)}, "need an EAGLE drafter"),
+        ("eagle3", {"method": "eagle"}, "'eagle3'"),
+        ("pard", {"method": "medusa"}, "'pard'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, name: str, wanted: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / "draft", name, **wanted)
+
+
+def test_what_was_recognised_and_decided_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "foretell"):
+        load(tmp_path / "draft", "eagle3")
+    told = [record.getMessage() for record in caplog.records]
+    for words in (
+        "eagle3, by a hidden_norm",
+        "target layers [2, 3, 4]",
+        "rotary base 10000",
+        "tree: grown",
+    ):
+        assert sum(words in line for line in told) == 1, words
+
+
+def test_a_gguf_file_is_a_draft_model(tmp_path: Path) -> None:
+    path = tmp_path / "draft.gguf"
+    path.write_bytes(b"GGUF")
+    assert identify(path).family is Family.DRAFT_MODEL
+    with pytest.raises(ValueError, match="GGUF"):
+        identify(path, "eagle3")
