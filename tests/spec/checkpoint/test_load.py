@@ -9,13 +9,16 @@ from pathlib import Path
 import checkpoints as files
 import pytest
 import torch
+from drafting import Request, law
 from lab import Lab, make_lab, prompts, tiny_decoder
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretell.sampling_params import SamplingParams
 from foretell.spec.checkpoint.load import Loaded, Wanted, identify, load_drafter
 from foretell.spec.checkpoint.recognise import Family
 from foretell.spec.dynamic_tree import EAGLE2, EAGLE3, Growth
+from foretell.spec.nodes import static_shape
 from foretell.spec.presets import preset
 from foretell.spec.tree import Tree, chain
 from foretell.spec.verify import Acceptance
@@ -207,3 +210,37 @@ def test_a_gguf_file_is_a_draft_model(tmp_path: Path) -> None:
     assert identify(path).family is Family.DRAFT_MODEL
     with pytest.raises(ValueError, match="GGUF"):
         identify(path, "eagle3")
+
+
+class NoHost(TorchDispatchMode):
+    """Refuses operations whose result, or its shape, the host would have to wait for."""
+
+    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2")
+
+    def __torch_dispatch__(
+        self, func: object, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:  # type: ignore[type-arg]
+        name = str(func).split(".")[1]
+        assert name not in self.REFUSED, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+def test_drafting_never_waits_for_the_device(tmp_path: Path, name: str, acceptance: str) -> None:
+    wanted: list[dict[str, object]] = [{"tree": Tree((-1, 0, 0, 1))}]
+    if name.startswith(("eagle", "mtp", "speculators")):
+        wanted.append({"tree": Growth(3, 3, 9)})
+    for i, wish in enumerate(wanted):
+        loaded = load(tmp_path / str(i), name, acceptance, **wish)
+        request = Request(loaded.drafter, TARGET, width=3)
+        width = TARGET.feature_width(loaded.drafter.features)
+        features = torch.randn(9, width, dtype=torch.float64) if width else None
+        request.observe(PROMPTS[0][:6], None if features is None else features[:6])
+        window = request.window(
+            PROMPTS[0][6:8], None if features is None else features[6:8], law(temperature=0.8)
+        )
+        shape = static_shape(loaded.tree, torch.device("cpu"))
+        with NoHost():
+            draft = loaded.drafter.propose(window, shape)
+        assert (draft.tokens[:, 1:] >= 0).all()
