@@ -74,6 +74,7 @@ class Runner:
         parcels: list[Parcel] = []
         prompts: list[PromptParcel] = []
         self._drafting = _Drafting(prompt=None, slots=[], outcomes=[])
+        self._recall_features([new for new in plan.new if new.cached > 0])
         if plan.chunks:
             self._prefill(plan.chunks, parcels, prompts)
         if plan.decode:
@@ -114,6 +115,22 @@ class Runner:
     def note_error(self) -> None:
         """A NaN was seen: blocks handed out from now on are cleared first."""
         self._dirty = True
+
+    def _recall_features(self, hits: Sequence[NewSlot]) -> None:
+        """After a prefix-cache hit of h tokens, the target feature of token h - 1 is missing: run that token again.
+
+        Its KV is in the cache, so nothing is written; entry h of the drafter's KV becomes what it is without a hit.
+        """
+        taps = self.device.drafter.features
+        if not hits or not taps:
+            return
+        chunks = [Chunk(new.slot, new.cached - 1, 1, last=False) for new in hits]
+        rows = self._rows([new.slot for new in hits])
+        row_slots, positions, meta = self._chunk_rows(chunks, rows)
+        meta = replace(meta, kv_slots=torch.zeros_like(meta.kv_slots))
+        tokens = self.device.slots.tokens[row_slots, positions].to(torch.int64)
+        _, features = self.device.target(tokens, meta, self.device.kv.target, taps)
+        self.device.slots.feature[rows] = features
 
     def _prefill(
         self, chunks: Sequence[Chunk], parcels: list[Parcel], prompts: list[PromptParcel]
