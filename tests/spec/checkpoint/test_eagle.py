@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import checkpoints as files
@@ -10,6 +11,7 @@ import torch
 from lab import tiny_decoder
 from torch import Tensor
 
+from foretell.model.rope import inverse_frequencies
 from foretell.spec.checkpoint.eagle import EagleReading, read_eagle
 from foretell.spec.checkpoint.eagle3 import LayerIds, Overrides, read_eagle3
 from foretell.spec.checkpoint.source import open_checkpoint
@@ -241,6 +243,21 @@ def test_rope_is_the_drafts_own(tmp_path: Path) -> None:
         third(tmp_path / "c", files.eagle3(), files.eagle3_config()).net.parts.layer.ropes[0].base
         == 10000.0
     )
+
+
+def test_draft_and_target_turn_at_their_own_speeds(tmp_path: Path) -> None:
+    """Head size 16: second inverse frequency 0.3162 at base 1e4, 0.1778 at 1e6; linear scaling is the draft's alone."""
+    target = replace(TARGET.config.ropes[0], dim=16, base=1e6)
+    config = files.eagle3_config(rope_scaling={"rope_type": "linear", "factor": 4.0})
+    scaled = replace(third(tmp_path / "a", files.eagle3(), config).net.parts.layer.ropes[0], dim=16)
+    plain = replace(
+        third(tmp_path / "b", files.eagle3(), files.eagle3_config()).net.parts.layer.ropes[0],
+        dim=16,
+    )
+    second = [
+        float(inverse_frequencies(rope, torch.device("cpu"))[1]) for rope in (target, plain, scaled)
+    ]
+    assert second == pytest.approx([0.1778, 0.3162, 0.3162 / 4], abs=1e-4)
 
 
 def test_a_wrong_head_dim_in_the_config_is_corrected_and_told(tmp_path: Path) -> None:

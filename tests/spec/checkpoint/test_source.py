@@ -28,7 +28,7 @@ class Bomb:
 def test_a_pickle_with_code_is_refused_and_not_run(tmp_path: Path, legacy: bool) -> None:
     path, mark = tmp_path / "medusa_lm_head.pt", tmp_path / "mark"
     if legacy:
-        path.write_bytes(pickle.dumps({"0.0.linear.weight": Bomb(mark)}))
+        path.write_bytes(pickle.dumps({"0.0.linear.weight": Bomb(mark)}, protocol=2))
     else:
         torch.save({"0.0.linear.weight": Bomb(mark)}, path)
     with pytest.raises(ValueError, match=r"medusa_lm_head\.pt .*code"):

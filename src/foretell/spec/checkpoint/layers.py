@@ -33,6 +33,7 @@ class Style:
 
 
 PLAIN = Style()
+_OTHERWISE = ("sliding_window", "layer_types")  # of the target; drafters' layers see everything
 
 
 def layer_config(
@@ -50,6 +51,32 @@ def layer_config(
     Raises:
         ValueError: a field is missing, not supported, or contradicts the tensors or the target.
     """
+    _check_fields(intake, config, layers)
+    read = ModelConfig.from_hf(
+        {
+            **{key: value for key, value in config.items() if key not in _OTHERWISE},
+            "model_type": "llama",
+            "vocab_size": size,
+            "num_hidden_layers": layers,
+            "head_dim": _head_dim(intake, config, prefix, style.gated),
+        }
+    )
+    rope = read.ropes[0]
+    scaled = f", {rope.scaling.value} scaling by {rope.factor:g}"
+    plain = rope.scaling is Scaling.NONE
+    intake.note(f"rotary base {rope.base:g}{'' if plain else scaled}, from the draft's own config")
+    attention = f"{prefix}self_attn."
+    return replace(
+        read,
+        qkv_bias=_biased(intake, config, attention),
+        output_bias=f"{attention}o_proj.bias" in intake,
+        qk_norm=f"{attention}q_norm.weight" in intake,
+        output_gate=style.gated,
+        norm_plus_one=style.plus_one,
+    )
+
+
+def _check_fields(intake: Intake, config: Config, layers: int) -> None:
     for key in ("hidden_size", "num_attention_heads", "intermediate_size"):
         if not isinstance(config.get(key), int):
             raise intake.refuse(
@@ -64,42 +91,18 @@ def layer_config(
         raise intake.refuse(
             "drafters with sliding_attention layers are not supported; use one with full attention"
         )
-    heads: int = config["num_attention_heads"]
-    read = ModelConfig.from_hf(
-        {
-            **{
-                key: value
-                for key, value in config.items()
-                if key not in ("sliding_window", "layer_types")
-            },
-            "model_type": "llama",
-            "vocab_size": size,
-            "num_hidden_layers": layers,
-            "head_dim": _head_dim(intake, config, prefix, style.gated),
-        }
-    )
-    attention = f"{prefix}self_attn."
-    biased, out_biased = (f"{attention}{name}.bias" in intake for name in ("q_proj", "o_proj"))
+
+
+def _biased(intake: Intake, config: Config, attention: str) -> bool:
+    """Whether queries, keys and values have biases: the tensors decide, a broken promise is refused."""
+    present = f"{attention}q_proj.bias" in intake
     for key in ("attention_bias", "qkv_bias"):
-        if config.get(key) and not biased:
+        if config.get(key) and not present:
             raise intake.refuse(
                 f"config.json says {key}=true, but tensor '{attention}q_proj.bias' is missing; set it to false or "
                 "export the biases"
             )
-    rope = read.ropes[0]
-    scaled = (
-        "" if rope.scaling is Scaling.NONE else f", {rope.scaling.value} scaling by {rope.factor:g}"
-    )
-    intake.note(f"rotary base {rope.base:g}{scaled}, from the draft's own config")
-    assert read.heads == heads, (read.heads, heads)
-    return replace(
-        read,
-        qkv_bias=biased,
-        output_bias=out_biased,
-        qk_norm=f"{attention}q_norm.weight" in intake,
-        output_gate=style.gated,
-        norm_plus_one=style.plus_one,
-    )
+    return present
 
 
 def _head_dim(intake: Intake, config: Config, prefix: str, gated: bool) -> int:
