@@ -102,5 +102,5 @@ def test_bfloat16_agrees_with_float32_on_nearly_all_tokens(real_model):
     )
     law, other = torch.log_softmax(exact, -1), torch.log_softmax(near.float(), -1)
     divergence = (law.exp() * (law - other)).sum(-1)
-    assert divergence.mean() < 0.02
+    assert divergence.mean() < 0.005
     assert (exact.argmax(-1) == near.argmax(-1)).float().mean() > 0.9

@@ -7,8 +7,10 @@ dequantising is the library's. A file that is cut short or inconsistent is refus
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,8 @@ from torch import Tensor
 from foretell.model.config import ModelConfig
 
 SUPPORTED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-_CHUNK = 1 << 22  # elements dequantised at a time: the float32 copy stays small and in cache
+_CHUNK = 1 << 19  # elements made dense at a time, so that intermediate results stay in cache
+_WORKERS = min(8, os.cpu_count() or 1)
 _SCALARS = {
     0: "B",
     1: "b",
@@ -74,12 +77,16 @@ class GgufFile:
         stored = self.tensors[name]
         elements, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[stored.kind]]
         out = torch.empty(stored.shape, dtype=dtype)
-        flat = out.view(-1)
-        for first in range(0, flat.shape[0], _CHUNK):
+        flat, data = out.view(-1), memoryview(self._data)
+
+        def fill(first: int) -> None:
             last = min(first + _CHUNK, flat.shape[0])
             start, stop = first // elements * nbytes, last // elements * nbytes
-            window = memoryview(self._data)[stored.start + start : stored.start + stop]
+            window = data[stored.start + start : stored.start + stop]
             flat[first:last] = _dense(np.frombuffer(window, dtype=np.uint8), stored.kind)
+
+        with ThreadPoolExecutor(_WORKERS) as pool:  # NumPy works outside the interpreter's lock
+            list(pool.map(fill, range(0, flat.shape[0], _CHUNK)))
         return out
 
 
