@@ -1,0 +1,1 @@
+"""The model: configs, checkpoints, tokenizers, and one decoder for all families."""

@@ -1,4 +1,4 @@
-"""Rotary settings as checkpoints write them: `rope_scaling`, or an entry of `rope_parameters`, and the config around it.
+"""Rotary settings as checkpoints write them (`rope_scaling`, or an entry of `rope_parameters`) and the config around.
 
 Not the arithmetic (that is rope.py). Invariant: a scaling that is not known, or lacks a number, is refused by name.
 """
