@@ -14,6 +14,7 @@ from torch import Tensor
 
 from foretell.ops.meta import RaggedRows, flat_slots
 from foretell.runner import outbox
+from foretell.runner.graphs import Captured, StepGraphs
 from foretell.runner.kv import clear_blocks
 from foretell.runner.outbox import Parcel, PromptParcel, Ticket
 from foretell.runner.plan import Chunk, NewSlot, Plan
@@ -40,6 +41,7 @@ class _Drafting:
     prompt: PromptRows | None
     slots: list[int]
     outcomes: list[Outcome]
+    replayed: Captured | None = None  # the graph that decoded, if one did
 
 
 class Runner:
@@ -48,14 +50,17 @@ class Runner:
     Args:
         device: weights, slots, KV and drafter.
         trees: the trees that plans refer to by index.
+        eager: no CUDA graphs; on a CPU there are none anyway.
     """
 
-    def __init__(self, device: Device, trees: Sequence[Tree]) -> None:
+    def __init__(self, device: Device, trees: Sequence[Tree], eager: bool = False) -> None:
         self.device = device
         self.shapes: tuple[Shape, ...] = tuple(
             static_shape(tree, device.slots.device) for tree in trees
         )
         self._root = static_shape(chain(0), device.slots.device)
+        captures = device.slots.device.type == "cuda" and not eager
+        self.graphs = StepGraphs(device, self.shapes, captures)
         self._asked: dict[int, NewSlot] = {}  # what each occupied slot's request asked for
         self._drafting = _Drafting(prompt=None, slots=[], outcomes=[])
         self._dirty = False
@@ -78,14 +83,7 @@ class Runner:
         if plan.chunks:
             self._prefill(plan.chunks, parcels, prompts)
         if plan.decode:
-            outcome = decode_step(
-                self.device,
-                self._rows(plan.decode),
-                self.shapes[plan.tree],
-                self._mode(plan.decode),
-                plan.keys,
-            )
-            self._keep(plan.decode, outcome, parcels)
+            self._keep(plan.decode, self._decode(plan), parcels)
         return Ticket(plan.step, parcels, prompts, self._event())
 
     @torch.inference_mode()
@@ -104,6 +102,9 @@ class Runner:
         left = [s for s in work.slots if s not in plan.undrafted and s not in ended]
         if not left or (shape.tree.nodes == 1 and drafter.kv is None):
             return False
+        if work.replayed is not None and left == list(plan.decode):
+            self.graphs.draft(work.replayed, plan.next_tree, self._mode(left))
+            return None
         outcome = _merge(work.outcomes)
         if len(left) < len(work.slots):
             outcome = _select(outcome, self._rows([work.slots.index(s) for s in left]))
@@ -111,6 +112,13 @@ class Runner:
         keys += outcome.tokens.shape[1] + shape.tree.nodes
         draft = draft_step(self.device, self._rows(left), outcome, shape, self._mode(left), keys)
         return bool((draft.tokens >= 0).any()) if draft.tokens.device.type == "cpu" else None
+
+    def _decode(self, plan: Plan) -> Outcome:
+        rows, mode = self._rows(plan.decode), self._mode(plan.decode)
+        if not self.graphs.covers(len(plan.decode), mode):
+            return decode_step(self.device, rows, self.shapes[plan.tree], mode, plan.keys)
+        self._drafting.replayed, outcome = self.graphs.decode(rows, plan.tree, mode)
+        return outcome
 
     def note_error(self) -> None:
         """A NaN was seen: blocks handed out from now on are cleared first."""
@@ -237,7 +245,10 @@ class Runner:
         )
 
     def _rows(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device.slots.device)
+        """Host integers on the device; a copy from pinned memory does not wait for the steps before it."""
+        host = torch.tensor(values, dtype=torch.int64)
+        device = self.device.slots.device
+        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
     def _event(self) -> torch.cuda.Event | None:
         if self.device.slots.device.type != "cuda":
