@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foretell.ops.reference.sample import filter_logits, gumbel, uniform
 from foretell.ops.reference.verify import accept_match
+from foretell.ops.table import REFERENCE
 from foretell.spec import noise, verify
 from foretell.spec.nodes import Nodes, dynamic_shape, static_shape
 from foretell.spec.processors import Law, Mode, perturb
@@ -295,7 +296,7 @@ def test_match_emits_the_targets_own_samples_whatever_was_drafted() -> None:
 
     def emitted(tokens: Tensor) -> list[list[int]]:
         logits = table[tokens.clamp(min=0)]
-        verdict = verify.match(logits, nodes_of(tree, tokens), rows, mode)
+        verdict = verify.match(logits, nodes_of(tree, tokens), rows, mode, REFERENCE)
         return [t[:c] for t, c in zip(verdict.tokens.tolist(), verdict.count.tolist(), strict=True)]
 
     root = torch.zeros(trials, 1, dtype=torch.long)
@@ -319,7 +320,7 @@ def test_greedy_rows_beside_sampled_ones_stay_greedy() -> None:
         nodes = nodes_of(chain(1), point_drafts(3, 2))
         mode = Mode(sampled=True)
         verdict = (
-            verify.match(logits, nodes, rows, mode)
+            verify.match(logits, nodes, rows, mode, REFERENCE)
             if rule == "match"
             else verify.rejection(logits, nodes, rows, mode, None)
         )
@@ -337,11 +338,11 @@ def test_a_nan_row_is_marked_and_no_padding_id_comes_out(rule: str) -> None:
     nodes, rows, mode = nodes_of(chain(2), tokens), law(3, temperature=0.0), Mode()
     match rule:
         case "match":
-            verdict = verify.match(logits, nodes, rows, mode)
+            verdict = verify.match(logits, nodes, rows, mode, REFERENCE)
         case "rejection":
             verdict = verify.rejection(logits, nodes, rows, mode, None)
         case _:
-            verdict = verify.typical(logits, nodes, rows, mode, verify.Typical())
+            verdict = verify.typical(logits, nodes, rows, mode, REFERENCE, verify.Typical())
     assert verdict.count.tolist() == [3, 2, 3]
     assert verdict.tokens[1, :2].tolist() == [int(draft[1, 0]), -1]
     assert (verdict.tokens < 130).all()
@@ -350,9 +351,13 @@ def test_a_nan_row_is_marked_and_no_padding_id_comes_out(rule: str) -> None:
 def test_typical_acceptance_is_lossy_and_greedy_rows_are_exact() -> None:
     p = [0.6, 0.4]
     nodes = nodes_of(chain(1), point_drafts(TRIALS, 1))
-    verdict = verify.typical(logits_of(p, p), nodes, law(), Mode(sampled=True), verify.Typical())
+    verdict = verify.typical(
+        logits_of(p, p), nodes, law(), Mode(sampled=True), REFERENCE, verify.Typical()
+    )
     assert distance(first(verdict), p) > 0.3, (
         "a likely draft is always taken: this is not the target's law"
     )
-    greedy = verify.typical(logits_of(p, p), nodes, law(temperature=0.0), Mode(), verify.Typical())
+    greedy = verify.typical(
+        logits_of(p, p), nodes, law(temperature=0.0), Mode(), REFERENCE, verify.Typical()
+    )
     assert (first(greedy) == 0).all()

@@ -13,6 +13,7 @@ from foretell.engine.engine import Delta, Engine
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.ops.meta import LayerKV, Meta
+from foretell.ops.table import REFERENCE
 from foretell.runner.build import Parts, assemble
 from foretell.runner.outbox import Ticket
 from foretell.runner.plan import StepResult
@@ -194,6 +195,7 @@ class ScriptedTarget(torch.nn.Module):
     """A target whose logits are a function of (position, token): `rows(positions, tokens) -> [..., V]`."""
 
     kv_shape = (1, 1, 4)
+    ops = REFERENCE
     dtype = torch.float64
     device = torch.device("cpu")
 

@@ -83,7 +83,7 @@ class Decoder(nn.Module):
         tapped: dict[int, Tensor] = {}
         for i, layer in enumerate(self.layers):
             if i in taps:
-                tapped[i] = x
+                tapped[i] = x.clone()  # the residual stream may be added to in place
             x = layer(x, contexts[i], kv[i])
         tapped[len(self.layers)] = x
         hidden = tapped[-1] = self.norm(x)

@@ -63,7 +63,7 @@ class Linear(nn.Module):
             self.weight = nn.Parameter(self.weight.detach().to("meta"), requires_grad=False)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """[R, I] → [R, O], plus the residual if given."""
+        """[R, I] → [R, O], plus the residual if given (whose memory the sum may take)."""
         if self.gate is not None:
             return self.ops.gated(x, self.packed, self.gate)
         return self.ops.linear(x, self.packed, residual)
@@ -133,13 +133,13 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[R, I] → [R, H], plus the residual if given."""
         qkv = self.qkv(x).view(x.shape[0], -1, self.dim)  # [R, heads + 2 * KV, D]
-        qk, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])
-            qk = torch.cat((q, k), dim=1)
-        qk = self.ops.rope(qk, context.rotation.cos, context.rotation.sin)
-        q, k = qk[:, : self.heads], qk[:, self.heads :]
-        self.ops.store_kv(k, v, kv, context.kv_slots)
+            norms = (self.q_norm.weight, self.k_norm.weight)
+        turn = context.rotation
+        q = self.ops.rope_store(
+            qkv, self.heads, norms, self.config.norm_eps, turn.cos, turn.sin, kv, context.kv_slots
+        )
         config = self.config
         seen = self.ops.attention(
             q,

@@ -1,6 +1,6 @@
 """Rotary position embedding: its settings, and the cosines and sines of a forward pass.
 
-Not the rotation itself (that is `ops.rope`), and no table: angles are computed from positions once per forward, so no
+Not the rotation itself (that is `ops.rope_store`), and no table: angles are computed from positions once per forward, so no
 length is too long. Every row's angles depend on its own position alone, whatever else is in the batch: that is what
 keeps a token's KV the same in every chunking, batch and draft.
 """
@@ -50,7 +50,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Angles of R rows, as `ops.rope` takes them."""
+    """Angles of R rows, as `ops.rope_store` takes them."""
 
     cos: Tensor  # [R, 1, dim]
     sin: Tensor  # [R, 1, dim], negated in the first half

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretell.ops.reference import attention, layers, linear
+from foretell.ops.reference import attention, layers, linear, sample
 
 # What `pack_*` returns belongs to the table that made it: an opaque value that only its own `linear`, `gated` or
 # `experts` reads. The same holds for `mask` and `attention`.
@@ -25,8 +25,7 @@ class OpTable:
 
     embed: Callable[[Tensor, Tensor, float], Tensor]
     rms_norm: Callable[..., Tensor]  # (x, weight, eps, residual=None)
-    rope: Callable[[Tensor, Tensor, Tensor], Tensor]
-    store_kv: Callable[..., None]  # (k, v, kv, kv_slots)
+    rope_store: Callable[..., Tensor]  # (qkv, heads, norms, eps, cos, sin, kv, kv_slots)
     mask: Callable[..., Opaque]  # (meta, window, block_size, group, dtype)
     attention: Callable[..., Tensor]  # (q, kv, meta, mask, window, scale, softcap)
     act_mul: Callable[[Tensor, str], Tensor]
@@ -37,13 +36,13 @@ class OpTable:
     gated: Callable[[Tensor, Opaque, str], Tensor]
     pack_experts: Callable[[Tensor, Tensor], Opaque]
     experts: Callable[[Tensor, Tensor, Opaque, int, str], Tensor]
+    argmax: Callable[[Tensor], Tensor]  # -1 where a row is not finite
 
 
 REFERENCE = OpTable(
     embed=layers.embed,
     rms_norm=layers.rms_norm,
-    rope=layers.rope,
-    store_kv=attention.store_kv,
+    rope_store=attention.rope_store,
     mask=attention.mask,
     attention=attention.attention,
     act_mul=layers.act_mul,
@@ -54,9 +53,14 @@ REFERENCE = OpTable(
     gated=linear.gated,
     pack_experts=linear.pack_experts,
     experts=linear.experts,
+    argmax=sample.argmax_checked,
 )
 
 
 def table_for(device: torch.device) -> OpTable:
     """The operations for a device."""
+    if device.type == "cuda":
+        from foretell.ops.triton.table import CUDA  # Triton is imported where there is a GPU for it
+
+        return CUDA
     return REFERENCE

@@ -44,7 +44,7 @@ class Slots:
         self.tokens = self._ints(
             rows, sizes.length + sizes.depth + 2, dtype=torch.int32
         )  # last column: trash
-        self.length = self._ints(rows)
+        self.length = self._ints(rows) + 1  # never 0: the pending token is at `length - 1`
         self.prompt_length = self._ints(rows)
         self.limit = self._ints(rows)
         self.live = torch.zeros(rows, dtype=torch.bool, device=device)

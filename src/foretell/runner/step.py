@@ -136,15 +136,16 @@ def decide(
 def _accept(
     device: Device, rows: Tensor, logits: Tensor, nodes: Nodes, law: processors.Law, mode: Mode
 ) -> Verdict:
+    ops = device.target.ops
     match device.acceptance:
         case Acceptance.MATCH:
-            return verify.match(logits, nodes, law, mode)
+            return verify.match(logits, nodes, law, mode, ops)
         case Acceptance.REJECTION:
             probs = device.slots.draft_probs
             drawn = None if probs is None else probs[rows, : nodes.tokens.shape[1]]
             return verify.rejection(logits, nodes, law, mode, drawn)
         case Acceptance.TYPICAL:
-            return verify.typical(logits, nodes, law, mode, device.typical)
+            return verify.typical(logits, nodes, law, mode, ops, device.typical)
 
 
 def commit(slots: Slots, rows: Tensor, verdict: Verdict) -> tuple[Tensor, Tensor]:
@@ -270,8 +271,8 @@ def draft_step(
     )
     draft = device.drafter.propose(window, shape)
     nodes = shape.tree.nodes
-    slots.draft[rows, :nodes] = draft.tokens
-    slots.draft[rows, nodes:] = -1
+    missing = slots.draft.shape[1] - nodes
+    slots.draft[rows] = torch.nn.functional.pad(draft.tokens, (0, missing), value=-1)
     if slots.draft_parents is not None and draft.parents is not None:
         slots.draft_parents[rows, :nodes] = draft.parents
     if slots.draft_probs is not None and draft.probs is not None:

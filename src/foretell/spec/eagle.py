@@ -195,7 +195,7 @@ class Eagle3Net(nn.Module):
             chunks = features.chunk(len(self.chunk_norms), dim=-1)
             normed = [norm(chunk) for norm, chunk in zip(self.chunk_norms, chunks, strict=True)]
             features = torch.cat(normed, dim=-1)
-        return features if self.fc is None else self.fc(features)
+        return features.clone() if self.fc is None else self.fc(features)
 
     def run(
         self, embedded: Tensor, fused: Tensor, contexts: Context, kv: Sequence[LayerKV]

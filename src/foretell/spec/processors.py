@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foretell.ops.reference.sample import argmax_checked, filter_logits, gumbel
+from foretell.ops.reference.sample import filter_logits, gumbel
+from foretell.ops.table import OpTable
 from foretell.spec import noise
 from foretell.spec.nodes import Nodes
 
@@ -30,9 +31,12 @@ class Mode:
     bias: bool = False  # logit_bias or allowed_token_ids
     bad_words: bool = False
     min_tokens: bool = False
-    logprobs: int = (
-        -1
-    )  # how many top log-probabilities to report; -1 = none, 0 = the chosen token's only
+    logprobs: int = -1  # how many top ones to report; -1 = none, 0 = the chosen token's only
+
+    @property
+    def processed(self) -> bool:
+        """Whether anything but the temperature and the filters changes the logits."""
+        return self.penalties or self.bias or self.bad_words or self.min_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +73,10 @@ def process(logits: Tensor, nodes: Nodes, history: History, mode: Mode) -> Tenso
         logits: [B, N, V] raw logits of the target after each node.
 
     Returns:
-        [B, N, V] in float32, or float64 where the logits are.
+        [B, N, V] in float32, or float64 where the logits are; untouched where nothing is asked for.
     """
+    if not mode.processed:
+        return logits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if mode.bias and history.bias is not None:
         logits = logits + history.bias.unsqueeze(1)
@@ -91,6 +97,7 @@ def scale_and_filter(logits: Tensor, law: Law, mode: Mode) -> Tensor:
     """
     if not mode.sampled:
         return logits
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     greedy = (law.temperature == 0).view(-1, 1, 1)
     scaled = logits / torch.where(greedy, 1.0, law.temperature.view(-1, 1, 1)).to(logits.dtype)
     if mode.filtered:
@@ -115,11 +122,11 @@ def perturb(
     return torch.where(sampled, noisy, logits)
 
 
-def sample(logits: Tensor, law: Law, positions: Tensor, mode: Mode) -> Tensor:
+def sample(logits: Tensor, law: Law, positions: Tensor, mode: Mode, ops: OpTable) -> Tensor:
     """The target's own sample after every node, [B, N] int64; -1 where the logits are not finite."""
     if mode.sampled:
         logits = perturb(logits, law, positions, noise.Stream.SAMPLE)
-    return argmax_checked(logits)
+    return ops.argmax(logits)
 
 
 def _forbid_stops(logits: Tensor, nodes: Nodes, history: History) -> Tensor:

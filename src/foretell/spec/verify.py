@@ -19,6 +19,7 @@ from torch import Tensor
 
 from foretell.ops.reference.sample import argmax_checked, uniform
 from foretell.ops.reference.verify import accept_match, path_to
+from foretell.ops.table import OpTable
 from foretell.spec import noise, processors
 from foretell.spec.nodes import Nodes
 from foretell.spec.processors import Law, Mode
@@ -49,14 +50,14 @@ class Typical:
     alpha: float = 0.3
 
 
-def match(logits: Tensor, nodes: Nodes, law: Law, mode: Mode) -> Verdict:
+def match(logits: Tensor, nodes: Nodes, law: Law, mode: Mode, ops: OpTable) -> Verdict:
     """Keep the deepest path of drafts that equal the target's own samples, then emit the sample after it.
 
     Args:
         logits: [B, N, V] from `processors.process`.
     """
     logits = processors.scale_and_filter(logits, law, mode)
-    sample = processors.sample(logits, law, nodes.positions + 1, mode)
+    sample = processors.sample(logits, law, nodes.positions + 1, mode, ops)
     shape = nodes.shape
     best = accept_match(nodes.tokens, sample, shape.parents, shape.depths, shape.bits)
     path = path_to(best, shape.parents, shape.depths, shape.tree.depth)
@@ -108,14 +109,16 @@ def rejection(
     return _emit_residual(p, current, nodes, law)
 
 
-def typical(logits: Tensor, nodes: Nodes, law: Law, mode: Mode, limits: Typical) -> Verdict:
+def typical(
+    logits: Tensor, nodes: Nodes, law: Law, mode: Mode, ops: OpTable, limits: Typical
+) -> Verdict:
     """LOSSY. Accept a drafted token where p(x) > min(epsilon, alpha * exp(-entropy(p))); greedy rows need the arg-max.
 
     Of the accepted paths the deepest wins; the token after it is the target's own sample (Medusa's section 2.3.1 takes
     the arg-max there; a sample keeps some of the temperature's meaning).
     """
     filtered = processors.scale_and_filter(logits, law, mode)
-    probs = torch.softmax(filtered, -1)
+    probs = torch.softmax(filtered.float(), -1)
     entropy = -(probs * torch.log(probs.clamp(min=1e-20))).sum(-1)  # [B, N]
     threshold = torch.clamp(limits.alpha * torch.exp(-entropy), max=limits.epsilon)
     shape = nodes.shape
@@ -126,7 +129,7 @@ def typical(logits: Tensor, nodes: Nodes, law: Law, mode: Mode, limits: Typical)
     best_token = argmax_checked(filtered)
     exact = nodes.tokens == best_token.gather(1, parents)
     good = torch.where((law.temperature > 0).unsqueeze(1), likely, exact) & (nodes.tokens >= 0)
-    sample = processors.sample(filtered, law, nodes.positions + 1, mode)
+    sample = processors.sample(filtered, law, nodes.positions + 1, mode, ops)
     best = _deepest(good, nodes)
     path = path_to(best, shape.parents, shape.depths, shape.tree.depth)
     return _emit(path, best, nodes, sample.gather(1, best.unsqueeze(1)).squeeze(1))
@@ -142,6 +145,7 @@ def _deepest(good: Tensor, nodes: Nodes) -> Tensor:
 
 def _law(logits: Tensor, law: Law) -> Tensor:
     """Probabilities: softmax for sampled rows, one-hot at the arg-max for greedy ones (NaN stays NaN)."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     probs = torch.softmax(logits, -1)
     best = logits.argmax(-1, keepdim=True)
     one_hot = torch.zeros_like(probs).scatter_(-1, best, 1.0) + logits.amax(-1, keepdim=True) * 0

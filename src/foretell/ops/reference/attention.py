@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretell.ops.meta import LayerKV, Meta, RaggedRows, TreeRows
+from foretell.ops.reference.layers import rms_norm, rope
 
 Mask = Tensor | tuple[Tensor | None, ...] | None
 
@@ -25,6 +26,38 @@ def store_kv(k: Tensor, v: Tensor, kv: LayerKV, kv_slots: Tensor) -> None:
     """
     kv.k.view(-1, *kv.k.shape[2:]).index_copy_(0, kv_slots, k)
     kv.v.view(-1, *kv.v.shape[2:]).index_copy_(0, kv_slots, v)
+
+
+def rope_store(
+    qkv: Tensor,
+    heads: int,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    kv: LayerKV,
+    kv_slots: Tensor,
+) -> Tensor:
+    """All between the QKV product and attention: query and key norms, rotation, KV write.
+
+    Args:
+        qkv: [R, heads + 2 * KV, D].
+        heads: number of query heads.
+        norms: (query weight [D], key weight [D]), or None.
+        cos, sin: as `layers.rope` takes them.
+        kv_slots: [R] int64, flat places.
+
+    Returns:
+        q [R, heads, D], normed and rotated. An implementation may write over qkv.
+    """
+    kv_heads = kv.k.shape[2]
+    qk, v = qkv[:, :-kv_heads], qkv[:, -kv_heads:]
+    if norms is not None:
+        q = rms_norm(qk[:, :heads], norms[0], eps)
+        qk = torch.cat((q, rms_norm(qk[:, heads:], norms[1], eps)), dim=1)
+    qk = rope(qk, cos, sin)
+    store_kv(qk[:, heads:], v, kv, kv_slots)
+    return qk[:, :heads]
 
 
 def mask(meta: Meta, window: int | None, block_size: int, group: int, dtype: torch.dtype) -> Mask:
