@@ -104,7 +104,7 @@ def fill_levels(
     for level in shape.levels:
         logits = steps.logits(hidden, level.depth)
         scores, law = scoring.scores(logits, window, root + level.depth)
-        ranked = scores.topk(level.width, dim=-1).indices  # [B, m, width]
+        ranked = best(scores, level.width)  # [B, m, width]
         # Drawn siblings are tried in the order they were drawn, without a gap: else their law is another one.
         ranks = level.ranks if law is None else level.ordinals
         tokens[:, level.nodes] = scoring.vocabulary.to_target(ranked[:, level.parents, ranks])
@@ -123,7 +123,7 @@ def fill_depths(scoring: Scoring, window: Window, shape: Shape, logits: Tensor) 
     """
     ahead = torch.arange(1, logits.shape[1] + 1, device=logits.device)
     scores, law = scoring.scores(logits, window, window.length.unsqueeze(1) - 1 + ahead)
-    ranked = scores.topk(max(level.width for level in shape.levels), dim=-1).indices
+    ranked = best(scores, max(level.width for level in shape.levels))
     size = (ranked.shape[0], shape.tree.nodes)
     tokens = torch.full(size, -1, dtype=torch.int64, device=logits.device)
     for level in shape.levels:
@@ -133,6 +133,13 @@ def fill_depths(scoring: Scoring, window: Window, shape: Shape, logits: Tensor) 
         return Draft(tokens=tokens)
     padded = torch.nn.functional.pad(law, (0, 0, 1, 0))  # the root's row is no law and is zero
     return Draft(tokens=tokens, probs=padded[:, shape.depths[0]])
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """[..., count] int64, the places of the greatest scores, best first."""
+    if count == 1:  # a chain: an arg-max costs a fraction of a selection
+        return scores.argmax(dim=-1, keepdim=True)
+    return scores.topk(count, dim=-1).indices
 
 
 def _node_laws(laws: Sequence[Tensor], shape: Shape) -> Tensor:
