@@ -164,8 +164,8 @@ def show(console: Console, result: dict[str, Any], pairs: Sequence[Pair]) -> Non
     """The table of a `record`, then every pair of texts side by side."""
     title = f"{result['model']}, drafts by {result['method']}"
     table = Table(title=title, title_justify="left")
-    table.add_column("prompt")
-    for column in ("tokens", "plain tok/s", "with drafts tok/s", "speed-up", "tokens a draft step"):
+    table.add_column("prompt", no_wrap=True)
+    for column in ("tokens", "plain tok/s", "drafts tok/s", "speed-up", "tokens per draft"):
         table.add_column(column, justify="right")
     table.add_column("same text")
     for row in [*result["tasks"], {"kind": "all", "tokens": _tokens(pairs), **result}]:
