@@ -149,6 +149,7 @@ FAMILIES = {
     "mistral": Family(windows=True),
     "mixtral": Family(windows=True, base=1e6, eps=1e-5),
     "qwen2": Family(qkv_bias=True),
+    "mimo": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True, head_dim=128),
     "gemma": Family(activation="gelu_pytorch_tanh", gemma=True, head_dim=256),
     "gemma2": Family(
@@ -205,7 +206,7 @@ def _read(config: Json, max_model_len: int | None) -> ModelConfig:
         activation=_activation(config, family),
         tied=bool(config.get("tie_word_embeddings", family.gemma)),
         qkv_bias=family.qkv_bias or bias,
-        output_bias=bias,
+        output_bias=bias and not family.qkv_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
         sandwich_norms=family.sandwich_norms,

@@ -84,7 +84,7 @@ def _snapshot(model: str, revision: str | None) -> Path:
     try:
         path = Path(snapshot_download(model, revision=revision, allow_patterns=list(_PATTERNS)))
         if not any(path.glob("*.safetensors")):
-            snapshot_download(model, revision=revision, allow_patterns=["*.bin", *_PATTERNS])
+            snapshot_download(model, revision=revision, allow_patterns=["*.bin", "*.pt", *_PATTERNS])
     except Exception as error:  # the client raises many kinds; all mean that it is not to be had
         raise ValueError(
             f"model {model!r} is neither a local path nor available from the hub ({error})"

@@ -37,7 +37,8 @@ _FLOATS = (*DTYPES.values(),)
 
 # Tensors that checkpoints carry and that a text decoder does not read.
 _HARMLESS = re.compile(
-    r"rotary_emb\.inv_freq$|\.attention\.masked_bias$|^medusa_head\.|^(model\.)?vision_tower\.|"
+    r"rotary_emb\.inv_freq$|\.attention\.masked_bias$|^medusa_head\.|^mtp\.|^model\.mtp_layers\.|"
+    r"^(model\.)?vision_tower\.|"
     r"^(model\.)?multi_modal_projector\.|^rope_freqs\.weight$|^rope_factors_(long|short)\.weight$"
 )
 
