@@ -17,9 +17,13 @@ def available_bytes(device: torch.device, utilization: float) -> int:
 
 
 def weights_bytes(model: nn.Module) -> int:
-    """Bytes of a model's parameters and buffers; shared ones count once."""
-    seen = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
-    return sum(seen.values())
+    """Bytes of a model's parameters and buffers; shared ones count once.
+
+    A parameter whose values were packed for the device has its shape but no memory of its own (`Linear.pack`): the
+    copy is as large as what the shape says.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    return sum({tensor.data_ptr() or id(tensor): tensor.nbytes for tensor in tensors}.values())
 
 
 def _host_available() -> int:
