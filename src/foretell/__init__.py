@@ -1,6 +1,6 @@
 """foretell: an LLM inference engine whose core is speculative decoding."""
 
-from foretell.config import DraftModel, Eagle, EngineConfig, Medusa, Ngram
+from foretell.config import DraftCheckpoint, EngineConfig, GrownTree, Ngram
 from foretell.llm import LLM
 from foretell.outputs import CompletionOutput, Logprob, RequestOutput
 from foretell.sampling_params import RequestOutputKind, SamplingParams
@@ -8,11 +8,10 @@ from foretell.sampling_params import RequestOutputKind, SamplingParams
 __all__ = [
     "LLM",
     "CompletionOutput",
-    "DraftModel",
-    "Eagle",
+    "DraftCheckpoint",
     "EngineConfig",
+    "GrownTree",
     "Logprob",
-    "Medusa",
     "Ngram",
     "RequestOutput",
     "RequestOutputKind",

@@ -1,8 +1,8 @@
 """EngineConfig: every choice that is fixed when an engine is built. Torch-free; importable from anywhere.
 
-Frozen dataclasses, nested: the drafter is one of `Ngram | DraftModel | Medusa | Eagle`, or None for plain decoding.
-speculation.py makes it out of the words that users of vLLM know. It is not about one request (SamplingParams), and it
-reads no checkpoint: what depends on the models is checked where they are loaded.
+Frozen dataclasses, nested: the drafter is `Ngram | DraftCheckpoint`, or None for plain decoding. speculation.py makes
+it out of the words that users of vLLM know. It is not about one request (SamplingParams), and it reads no checkpoint:
+what a drafter's checkpoint is, and all that depends on the models, is found out and checked where they are loaded.
 
 Invariant: an instance is valid in itself. Unknown keys raise and name the nearest known one; a feature that does not
 exist is refused by name, never ignored.
@@ -27,7 +27,42 @@ Acceptance = Literal["match", "rejection", "typical"]
 Policy = Literal["fcfs", "priority"]
 DraftSampling = Literal["probabilistic", "greedy"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
-TreeSpec = tuple[int, ...] | tuple[tuple[int, ...], ...]  # parents (root: -1), or rank paths
+Method = Literal[
+    "draft_model",
+    "medusa",
+    "eagle",
+    "eagle1",
+    "eagle2",
+    "eagle3",
+    "mlp_speculator",
+    "mtp",
+    "pard",
+]
+LayerConvention = Literal["after", "output"]
+WITHIN_TARGET: tuple[Method, ...] = ("mtp", "medusa")  # may lie in the target's own checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class GrownTree:
+    """A tree that grows where the drafter is sure (EAGLE-2, arXiv 2406.16858); spec/dynamic_tree.py bounds the numbers.
+
+    Args:
+        top_k: children of a node, and nodes of a level that get children.
+        depth: levels below the root.
+        nodes: the budget, the root included.
+    """
+
+    top_k: int = 10
+    depth: int = 6
+    nodes: int = 60
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "depth", "nodes"):
+            _check_positive(f"tree: {name}", getattr(self, name))
+
+
+# "chain", the name of a published tree, one that grows, parents (root: -1), or rank paths.
+TreeSpec = str | GrownTree | tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,32 +86,64 @@ class Ngram:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftModel:
-    """A smaller language model drafts.
+class DraftCheckpoint:
+    """A checkpoint drafts: a smaller language model, or heads and layers trained for the target.
+
+    What it is, it says itself; `method` only makes sure. `num_speculative_tokens` means, for
+    - draft models, PARD, MLPSpeculator, MTP and EAGLE: a chain of so many (a chain of 5 to 7 often beats a small tree);
+    - Medusa: the published tree of its model, cut to so many levels, one for each head.
+    Left out, and without a tree, it is what the checkpoint suggests, else what the originals do: Medusa's published
+    tree, EAGLE-2's and 3's grown ones, EAGLE-1's static one (method "eagle1"), one token for each layer of MTP. Draft
+    models need it.
 
     Args:
-        model: directory, GGUF file or hub name.
+        model: directory, GGUF file or hub name; None = the target's own checkpoint.
+        method: what the checkpoint must be; None = whatever it is.
         tensor_parallel_size: 1 or the target's own; None = the target's.
         max_model_len: requests longer than this are not drafted for; None = the smaller of both models' lengths.
-        use_heterogeneous_vocab: True = draft through the intersection of the vocabularies; False = refuse a draft
-            with another vocabulary; None = look at both and decide.
-        sampling: "probabilistic" drafts with the request's own noise, "greedy" takes the likeliest token.
+        use_heterogeneous_vocab: for draft models. True = draft through the intersection of the vocabularies; False =
+            refuse a draft with another vocabulary; None = look at both and decide.
+        sampling: for draft models. "probabilistic" drafts with the request's own noise, "greedy" takes the likeliest
+            token; None = "probabilistic".
+        target_layers: for EAGLE-3, the target layers it reads, instead of its config's.
+        target_layers_convention: for EAGLE-3, what a number in that list (or in the config's) means: "after" = the
+            hidden state after so many layers, "output" = the output of the layer with that number, from 0.
+        norm_before_residual: for EAGLE-3, instead of its config's.
     """
 
-    model: str
-    num_speculative_tokens: int
+    model: str | None = None
+    method: Method | None = None
+    num_speculative_tokens: int | None = None
     revision: str | None = None
     tensor_parallel_size: int | None = None
     max_model_len: int | None = None
     use_heterogeneous_vocab: bool | None = None
-    sampling: DraftSampling = "probabilistic"
+    sampling: DraftSampling | None = None
+    target_layers: tuple[int, ...] | None = None
+    target_layers_convention: LayerConvention | None = None
+    norm_before_residual: bool | None = None
 
     def __post_init__(self) -> None:
-        _check_name("speculative model", self.model)
-        _check_draft_tokens(self.num_speculative_tokens)
-        _check_choice("draft_sample_method", self.sampling, get_args(DraftSampling))
+        for name, known in (
+            ("method", get_args(Method)),
+            ("draft_sample_method", get_args(DraftSampling)),
+            ("target_layers_convention", get_args(LayerConvention)),
+        ):
+            value = getattr(self, "sampling" if name == "draft_sample_method" else name)
+            if value is not None:
+                _check_choice(name, value, known)
+        if self.model is not None:
+            _check_name("speculative model", self.model)
+        elif self.method not in WITHIN_TARGET:
+            raise ValueError(
+                f"method {self.method!r} needs a model: a directory, a GGUF file or a hub name"
+            )
+        if self.num_speculative_tokens is not None:
+            _check_draft_tokens(self.num_speculative_tokens)
         if self.max_model_len is not None:
             _check_positive("max_model_len (of the draft model)", self.max_model_len)
+        if self.target_layers is not None:
+            object.__setattr__(self, "target_layers", _as_layers(self.target_layers))
 
     def length_limit(self, draft_max_model_len: int, target_max_model_len: int) -> int:
         """Longest text that is drafted for, once both models are known.
@@ -94,33 +161,7 @@ class DraftModel:
         return self.max_model_len
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Medusa:
-    """Extra heads on the target's last hidden state draft (arXiv 2401.10774)."""
-
-    model: str
-    num_speculative_tokens: int
-    revision: str | None = None
-
-    def __post_init__(self) -> None:
-        _check_name("speculative model", self.model)
-        _check_draft_tokens(self.num_speculative_tokens)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Eagle:
-    """One decoder layer on the target's features drafts (arXiv 2401.15077, 2503.01840)."""
-
-    model: str
-    num_speculative_tokens: int
-    revision: str | None = None
-
-    def __post_init__(self) -> None:
-        _check_name("speculative model", self.model)
-        _check_draft_tokens(self.num_speculative_tokens)
-
-
-Drafter = Ngram | DraftModel | Medusa | Eagle
+Drafter = Ngram | DraftCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +172,9 @@ class Speculation:
         drafter: None = plain decoding.
         acceptance: "match" (the text is what plain decoding gives), "rejection" (the same distribution), or
             "typical" (LOSSY: the distribution changes).
-        tree: parents of the nodes or their rank paths; None = a chain.
+        tree: parents of the nodes, their rank paths, the name of a published tree, "chain", or how trees grow
+            (GrownTree); None = what the drafter does by itself. A tree by name is cut to `num_speculative_tokens`
+            levels if they are given.
     """
 
     drafter: Drafter | None = None
@@ -146,13 +189,17 @@ class Speculation:
             raise ValueError(
                 "tree was given without a drafter: name a method or a speculative model"
             )
-        object.__setattr__(self, "tree", _as_tree(self.tree))
-        drafted = tree_nodes(self.tree) - 1
+        tree = _as_tree(self.tree)
+        object.__setattr__(self, "tree", tree)
         k = self.drafter.num_speculative_tokens
-        _require(
-            drafted == k,
-            f"num_speculative_tokens={k} but the tree drafts {drafted} tokens; leave num_speculative_tokens out",
-        )
+        if isinstance(tree, str):
+            _require(tree != "chain" or k is not None, "tree='chain' needs num_speculative_tokens")
+        elif k is not None:
+            drafted = tree_nodes(tree) - 1
+            _require(
+                drafted == k,
+                f"num_speculative_tokens={k} but the tree drafts {drafted} tokens; leave num_speculative_tokens out",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +307,7 @@ class EngineConfig:
     def _check_draft(self) -> None:
         object.__setattr__(self, "tree", self.speculation.tree)
         draft = self.drafter
-        if not isinstance(draft, DraftModel):
+        if not isinstance(draft, DraftCheckpoint):
             return
         size = draft.tensor_parallel_size
         _require(
@@ -272,8 +319,10 @@ class EngineConfig:
             draft.length_limit(draft.max_model_len, self.max_model_len)
 
 
-def tree_nodes(tree: TreeSpec) -> int:
-    """N of a tree given as parents or as paths, the root included."""
+def tree_nodes(tree: GrownTree | tuple[int, ...] | tuple[tuple[int, ...], ...]) -> int:
+    """N of a tree given as parents, as paths or by how it grows, the root included."""
+    if isinstance(tree, GrownTree):
+        return tree.nodes
     return len(tree) if _is_int(tree[0]) else len(tree) + 1
 
 
@@ -292,22 +341,35 @@ def refuse_unknown(owner: str, given: Iterable[str], known: Sequence[str]) -> No
 
 
 def _as_tree(tree: object) -> TreeSpec:
+    if isinstance(tree, GrownTree) or (isinstance(tree, str) and tree.strip()):
+        return tree
+    if isinstance(tree, Mapping):
+        refuse_unknown("tree", tree, [f.name for f in fields(GrownTree)])
+        return GrownTree(**tree)
     if isinstance(tree, str | bytes) or not isinstance(tree, Sequence) or not tree:
-        raise ValueError(f"tree must be a list of parents or of paths, got {tree!r}")
+        raise ValueError(
+            "tree must be a list of parents or of paths, the name of a published tree, 'chain', or "
+            f'{{"top_k": ..., "depth": ..., "nodes": ...}}, got {tree!r}'
+        )
     if all(_is_int(parent) for parent in tree):
         return tuple(tree)
-    paths = []
-    for path in tree:
-        if (
-            not isinstance(path, list | tuple)
-            or not path
-            or not all(_is_int(rank) for rank in path)
-        ):
-            raise ValueError(
-                f"tree must be a list of parents like [-1, 0, 0] or of paths like [[0], [1], [0, 0]], got {path!r}"
-            )
-        paths.append(tuple(path))
-    return tuple(paths)
+    return tuple(_as_path(path) for path in tree)
+
+
+def _as_path(path: object) -> tuple[int, ...]:
+    if isinstance(path, list | tuple) and path and all(_is_int(rank) for rank in path):
+        return tuple(path)
+    raise ValueError(
+        f"tree must be a list of parents like [-1, 0, 0] or of paths like [[0], [1], [0, 0]], got {path!r}"
+    )
+
+
+def _as_layers(layers: object) -> tuple[int, ...]:
+    if isinstance(layers, list | tuple) and layers and all(_is_int(j) for j in layers):
+        return tuple(layers)
+    raise ValueError(
+        f"target_layers must be a list of layer numbers like [2, 16, 29], got {layers!r}"
+    )
 
 
 def _require(holds: bool, message: str) -> None:

@@ -42,6 +42,7 @@ from foretell.prompts import (
     read_prompts,
 )
 from foretell.sampling_params import MAX_LOGPROBS, SamplingParams
+from foretell.served import serve_target
 from foretell.speculation import resolve_speculation
 from foretell.text import Tokenizer, TokenText
 
@@ -56,9 +57,11 @@ class LLM:
     """A model that generates text, speculatively if it is given a drafter.
 
     Args:
-        model: directory, GGUF file or hub name; None = the default model.
-        speculate_model: a smaller model that drafts, or "ngram".
-        num_speculative_tokens: tokens to draft per step.
+        model: directory, GGUF file or hub name; None = the default model. A drafter in speculators' format stands for
+            its target, drafted for by it.
+        speculate_model: a checkpoint that drafts (a smaller model, Medusa, EAGLE-1 to 3, MTP, MLPSpeculator, PARD; what
+            it is is found out), or "ngram".
+        num_speculative_tokens: tokens to draft per step; see DraftCheckpoint for what it means for each drafter.
         speculative_config: all keys of speculation (see speculation.KEYS), as in vLLM.
         tokenizer: where the tokenizer comes from; None = the model.
         chat_template: Jinja text, or the path of a file with it; None = the model's own.
@@ -101,13 +104,14 @@ class LLM:
         arguments.refuse(
             others, [name for name in inspect.signature(LLM).parameters if name != "others"]
         )
+        served = serve_target(model, revision, speculate_model, speculative_config)
         speculation = resolve_speculation(
-            speculate_model, num_speculative_tokens, speculative_config
+            speculate_model, num_speculative_tokens, served.speculative_config
         )
         config = EngineConfig(
-            model=model,
+            model=served.model,
             tokenizer=tokenizer,
-            revision=revision,
+            revision=served.revision,
             dtype=dtype,
             device=device,
             seed=seed,

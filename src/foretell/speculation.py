@@ -1,21 +1,24 @@
 """From the words users know (`speculate_model`, `num_speculative_tokens`, `speculative_config`) to a Speculation.
 
-The keys of `speculative_config` are vLLM's where the feature exists, and ours: `acceptance` and `tree`. A key of a
-feature that does not exist is refused by name, unless it carries the value that switches the feature off. Nothing is
-guessed from a model's name. Adding a method is one entry in `METHODS`.
+The keys of `speculative_config` are vLLM's where the feature exists, and ours: `acceptance`, `tree`, and for EAGLE-3
+`target_layers`, `target_layers_convention` and `norm_before_residual`. A key of a feature that does not exist is
+refused by name, unless it carries the value that switches the feature off. Nothing is guessed from a model's name: with
+no method named, the checkpoint says what it is when it is opened. Adding a method is one entry in `METHODS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
 from foretell.config import (
+    WITHIN_TARGET,
     Acceptance,
-    Drafter,
-    DraftModel,
+    DraftCheckpoint,
     DraftSampling,
+    LayerConvention,
+    Method,
     Ngram,
     Speculation,
     TreeSpec,
@@ -37,6 +40,15 @@ KEYS = (
     "rejection_sample_method",
     "acceptance",
     "tree",
+    "target_layers",
+    "target_layers_convention",
+    "norm_before_residual",
+)
+
+
+NO_COUNT = (
+    "num_speculative_tokens must be provided with speculative model unless the draft model config contains an "
+    "n_predict parameter."
 )
 
 
@@ -70,7 +82,7 @@ MISSING: Mapping[str, Missing] = {
     "disable_eagle_block_drop": _SWITCH,
     "use_local_argmax_reduction": _SWITCH,
     "parallel_drafting": Missing(
-        (None, False), "Use a draft model that drafts one token after another."
+        (None, False), "A PARD checkpoint is known as one by itself; leave it out."
     ),
     "num_speculative_tokens_per_batch_size": Missing((None,), "Give one num_speculative_tokens."),
     "suffix_decoding_max_tree_depth": _SUFFIX,
@@ -98,7 +110,7 @@ MISSING: Mapping[str, Missing] = {
     "posterior_alpha": _TYPICAL,
     "typical_acceptance_sampler_posterior_threshold": _TYPICAL,
     "typical_acceptance_sampler_posterior_alpha": _TYPICAL,
-    "speculative_token_tree": Missing((None,), "The key is 'tree': a list of parents or of paths."),
+    "speculative_token_tree": Missing((None,), "The key is 'tree': a list of paths."),
 }
 
 
@@ -110,8 +122,8 @@ def resolve_speculation(
     """How to speculate, from what the user said.
 
     Args:
-        speculate_model: a draft model, or "ngram"; the short form of `speculative_config["model"]`.
-        num_speculative_tokens: the short form of the key of that name.
+        speculate_model: a drafter's checkpoint, or "ngram"; the short form of `speculative_config["model"]`.
+        num_speculative_tokens: the short form of the key of that name; see DraftCheckpoint for what it means.
         speculative_config: see `KEYS`.
 
     Raises:
@@ -123,14 +135,13 @@ def resolve_speculation(
         return Speculation()
     _refuse(given)
     method = _method(given)
-    if method not in METHODS:
+    if method is not None and method not in METHODS:
         raise NotImplementedError(
             f"Unsupported speculative method: '{method}'. Supported: {', '.join(map(repr, METHODS))}."
         )
     _refuse_foreign(method, given)
-    return Speculation(
-        METHODS[method].make(given), _acceptance(given), cast("TreeSpec | None", given.get("tree"))
-    )
+    drafter = _ngram(given) if method == "ngram" else _checkpoint(method, given)
+    return Speculation(drafter, _acceptance(given), cast("TreeSpec | None", given.get("tree")))
 
 
 def _merged(
@@ -166,7 +177,8 @@ def _refuse(given: Mapping[str, object]) -> None:
     refuse_unknown("speculative_config", (k for k in given if k not in MISSING), KEYS)
 
 
-def _method(given: Mapping[str, object]) -> str:
+def _method(given: Mapping[str, object]) -> str | None:
+    """The method's own name, or None where the checkpoint is to say it."""
     method, model = given.get("method"), given.get("model")
     if method is not None and not isinstance(method, str):
         raise ValueError(f"speculative_config method must be a name, got {method!r}")
@@ -176,16 +188,17 @@ def _method(given: Mapping[str, object]) -> str:
         if "num_speculative_tokens" in given:
             raise ValueError("num_speculative_tokens was provided but without speculative model.")
         raise ValueError(f"speculative_config names neither a method nor a model: {dict(given)!r}")
-    return method or "draft_model"
+    return ALIASES.get(method, method) if method else None
 
 
-def _refuse_foreign(method: str, given: Mapping[str, object]) -> None:
+def _refuse_foreign(method: str | None, given: Mapping[str, object]) -> None:
     """A key of another method would be ignored: say so instead."""
-    own = METHODS[method].keys
+    own = _CHECKPOINT | _DRAFT_MODEL | _EAGLE3 if method is None else METHODS[method]
     for key in given:
-        if any(key in m.keys for m in METHODS.values()) and key not in own:
+        if any(key in keys for keys in METHODS.values()) and key not in own:
+            named = "a checkpoint" if method is None else f"method {method!r}"
             raise ValueError(
-                f"speculative_config key {key!r} does not belong to method {method!r}; leave it out"
+                f"speculative_config key {key!r} does not belong to {named}; leave it out"
             )
 
 
@@ -209,12 +222,9 @@ def _draft_tokens(given: Mapping[str, object]) -> int:
     count = given.get("num_speculative_tokens")
     tree = given.get("tree")
     if count is None and isinstance(tree, list | tuple) and tree:
-        return tree_nodes(cast("TreeSpec", tree)) - 1
+        return tree_nodes(cast("tuple[int, ...]", tree)) - 1
     if count is None:
-        raise ValueError(
-            "num_speculative_tokens must be provided with speculative model unless the draft model config contains an "
-            "n_predict parameter."
-        )
+        raise ValueError(NO_COUNT)
     return cast("int", count)  # the drafter's config checks it
 
 
@@ -230,43 +240,49 @@ def _ngram(given: Mapping[str, object]) -> Ngram:
     )
 
 
-def _draft_model(given: Mapping[str, object]) -> DraftModel:
-    if given.get("model") is None:
-        raise ValueError(
-            "method 'draft_model' needs a model: a directory, a GGUF file or a hub name"
-        )
-    return DraftModel(
-        model=cast("str", given["model"]),
-        num_speculative_tokens=_draft_tokens(given),
+def _checkpoint(method: str | None, given: Mapping[str, object]) -> DraftCheckpoint:
+    if given.get("model") is None and method not in WITHIN_TARGET:
+        raise ValueError(f"method {method!r} needs a model: a directory, a GGUF file or a hub name")
+    if method == "draft_model" and "tree" not in given:
+        _draft_tokens(given)  # early, where what the checkpoint is need not be waited for
+    return DraftCheckpoint(
+        model=cast("str | None", given.get("model")),
+        method=cast("Method | None", method),
+        num_speculative_tokens=cast("int | None", given.get("num_speculative_tokens")),
         revision=cast("str | None", given.get("revision")),
         tensor_parallel_size=cast("int | None", given.get("draft_tensor_parallel_size")),
         max_model_len=cast("int | None", given.get("max_model_len")),
         use_heterogeneous_vocab=cast("bool | None", given.get("use_heterogeneous_vocab")),
-        sampling=cast("DraftSampling", given.get("draft_sample_method", "probabilistic")),
+        sampling=cast("DraftSampling | None", given.get("draft_sample_method")),
+        target_layers=cast("tuple[int, ...] | None", given.get("target_layers")),
+        target_layers_convention=cast(
+            "LayerConvention | None", given.get("target_layers_convention")
+        ),
+        norm_before_residual=cast("bool | None", given.get("norm_before_residual")),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Method:
-    """How one drafter's config is made, and the keys that belong to it."""
+_CHECKPOINT = frozenset({"model", "revision", "draft_tensor_parallel_size", "max_model_len"})
+_DRAFT_MODEL = frozenset({"use_heterogeneous_vocab", "draft_sample_method"})
+_EAGLE3 = frozenset({"target_layers", "target_layers_convention", "norm_before_residual"})
 
-    make: Callable[[Mapping[str, object]], Drafter]
-    keys: frozenset[str]
-
-
-METHODS: Mapping[str, Method] = {
-    "ngram": Method(_ngram, frozenset({"model", "prompt_lookup_min", "prompt_lookup_max"})),
-    "draft_model": Method(
-        _draft_model,
-        frozenset(
-            {
-                "model",
-                "revision",
-                "draft_tensor_parallel_size",
-                "max_model_len",
-                "use_heterogeneous_vocab",
-                "draft_sample_method",
-            }
-        ),
-    ),
+# The keys that belong to each method, besides those that all have.
+METHODS: Mapping[str, frozenset[str]] = {
+    "ngram": frozenset({"model", "prompt_lookup_min", "prompt_lookup_max"}),
+    "draft_model": _CHECKPOINT | _DRAFT_MODEL,
+    "medusa": _CHECKPOINT,
+    "eagle": _CHECKPOINT,
+    "eagle1": _CHECKPOINT,
+    "eagle2": _CHECKPOINT,
+    "eagle3": _CHECKPOINT | _EAGLE3,
+    "mlp_speculator": _CHECKPOINT,
+    "mtp": _CHECKPOINT,
+    "pard": _CHECKPOINT,
+}
+# Names that users of vLLM have for them.
+ALIASES: Mapping[str, str] = {
+    "draft": "draft_model",
+    "mimo_mtp": "mtp",
+    "qwen3_5_mtp": "mtp",
+    "qwen3_next_mtp": "mtp",
 }

@@ -51,14 +51,9 @@ def lab_for(
     growth = tree if isinstance(tree, Growth) else None
     bound = tree.bound if isinstance(tree, Growth) else tree
     made = drafter(kind, growth, acceptance, **wrong)
-    lab = make_lab(
+    return make_lab(
         made, bound, TARGET, acceptance, max_num_batched_tokens=budget, max_num_seqs=max_num_seqs
     )
-    if growth is not None:
-        slots = lab.engine.runner.device.slots  # type: ignore[attr-defined]
-        slots.draft_parents = torch.zeros_like(slots.draft)
-        lab.engine.scheduler.scratch = made.scratch
-    return lab
 
 
 def depth_of(tree: Tree | Growth) -> int:
@@ -118,10 +113,6 @@ def test_a_reduced_vocabulary_drafts_what_it_has_and_never_changes_the_text(
     vocabulary = Vocabulary(torch.zeros(V, dtype=torch.int64), torch.arange(20), V)
     made = EagleDrafter(eagle3_oracle(TARGET, TAPS, 20), TAPS, vocabulary, Acceptance.MATCH, growth)
     lab = make_lab(made, bound, TARGET)
-    if growth is not None:
-        slots = lab.engine.runner.device.slots  # type: ignore[attr-defined]
-        slots.draft_parents = torch.zeros_like(slots.draft)
-        lab.engine.scheduler.scratch = made.scratch
     run = lab.solo([3, 38], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
     assert run.tokens == [(39 + i) % V for i in range(40)]
     sizes = [len(delta.token_ids) for delta in run.deltas]

@@ -6,7 +6,7 @@ Names, shapes, dtypes and config keys are those of the formats; nothing here is 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -272,10 +272,13 @@ def mlp_speculator_config(heads: int = 3, inner: int = 24, **more: object) -> di
     }
 
 
-def language_model() -> Tensors:
-    """A target with one layer."""
+def language_model(layers: int = 1, qkv_bias: bool = False) -> Tensors:
+    """A target."""
     tensors = {"model.embed_tokens.weight": noise(V, H), "model.norm.weight": norm_weight(H)}
-    return tensors | {"lm_head.weight": noise(V, H)} | llama_layer("model.layers.0.", first=False)
+    tensors["lm_head.weight"] = noise(V, H)
+    for i in range(layers):
+        tensors |= llama_layer(f"model.layers.{i}.", seed=50 * i, qkv_bias=qkv_bias, first=False)
+    return tensors
 
 
 def qwen_mtp(layers: int = 1) -> Tensors:
@@ -319,7 +322,9 @@ def qwen_mtp_config(layers: int = 1, **more: object) -> dict[str, object]:
 def mimo_mtp() -> Tensors:
     """MiMo: an ordinary layer with biases, the feature's half first."""
     prefix = "model.mtp_layers.0."
-    tensors = language_model() | llama_layer(prefix, seed=70, qkv_bias=True, first=False)
+    tensors = language_model(qkv_bias=True) | llama_layer(
+        prefix, seed=70, qkv_bias=True, first=False
+    )
     tensors[f"{prefix}input_proj.weight"] = noise(H, 2 * H, seed=1)
     for i, name in enumerate(("token_layernorm", "hidden_layernorm", "final_layernorm")):
         tensors[f"{prefix}{name}.weight"] = norm_weight(H, seed=60 + i)
@@ -335,3 +340,51 @@ def mimo_mtp_config(**more: object) -> dict[str, object]:
         attention_bias=True,
         **more,
     )
+
+
+# Every format that is read: tensors, config and file.
+FORMATS: dict[str, Callable[[], tuple[Tensors, dict[str, object] | None, str]]] = {
+    "medusa pt": lambda: (medusa(), medusa_config(), "medusa_lm_head.pt"),
+    "medusa safetensors": lambda: (medusa(heads=4), None, "medusa_lm_head.safetensors"),
+    "medusa shared head": lambda: (medusa(output=False), None, "medusa_lm_head.pt"),
+    "medusa full": lambda: (
+        language_model() | medusa(prefix="medusa_head."),
+        llama_config(medusa_num_heads=5, medusa_num_layers=1),
+        "model.safetensors",
+    ),
+    "medusa vllm": lambda: (medusa_vllm(), medusa_vllm_config(), "model.safetensors"),
+    "medusa token map": lambda: (
+        medusa_vllm(kept=draft_tokens(30)),
+        medusa_vllm_config(truncated_vocab_size=30),
+        "model.safetensors",
+    ),
+    "eagle bin": lambda: (eagle1(), llama_config(), "pytorch_model.bin"),
+    "eagle safetensors": lambda: (
+        eagle1(bias=False),
+        llama_config(bias=False),
+        "model.safetensors",
+    ),
+    "eagle3": lambda: (eagle3(), eagle3_config(), "pytorch_model.bin"),
+    "eagle3 vllm names": lambda: (
+        eagle3(first="layers.0."),
+        eagle3_config(),
+        "model.safetensors",
+    ),
+    "speculators": lambda: (
+        eagle3(first="layers.0."),
+        speculators_config(),
+        "model.safetensors",
+    ),
+    "mlp_speculator": lambda: (
+        mlp_speculator(),
+        mlp_speculator_config(),
+        "model.safetensors",
+    ),
+    "mtp qwen": lambda: (qwen_mtp(), qwen_mtp_config(), "model.safetensors"),
+    "mtp mimo": lambda: (mimo_mtp(), mimo_mtp_config(), "model.safetensors"),
+    "pard": lambda: (
+        language_model(),
+        llama_config(pard_token=90),
+        "model.safetensors",
+    ),
+}

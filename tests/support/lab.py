@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from foretell.config import EngineConfig, Ngram
+from foretell.config import EngineConfig
 from foretell.engine.build import engine_around
 from foretell.engine.engine import Delta, Engine
 from foretell.model.config import ModelConfig
@@ -142,9 +142,15 @@ def make_lab(
     tree: Tree | None = None,
     target: Decoder | None = None,
     acceptance: str = "match",
+    longest: int | None = None,
     **config: object,
 ) -> Lab:
-    """An engine around `target` (default: the tiny decoder of seed 0) and a drafter object."""
+    """An engine around `target` (default: the tiny decoder of seed 0) and a drafter object.
+
+    Args:
+        tree: what is drafted, or the bound of the trees that the drafter grows.
+        longest: tokens of the longest text the drafter was made for.
+    """
     target = tiny_decoder(0) if target is None else target
     drafter = NoDrafter() if drafter is None else drafter
     settings: dict[str, object] = {
@@ -155,17 +161,18 @@ def make_lab(
     }
     settings.update(config)
     tree = chain(0) if tree is None else tree
-    k = max(tree.nodes - 1, 1)
-    # The configuration only carries tree and rule here; the drafter object is handed over as it is.
-    stand_in = None if tree.nodes == 1 else Ngram(num_speculative_tokens=k)
-    full = EngineConfig(
-        drafter=stand_in,
-        acceptance=acceptance,  # type: ignore[arg-type]
-        tree=None if stand_in is None else tree.parents,
-        **settings,  # type: ignore[arg-type]
+    full = EngineConfig(acceptance=acceptance, **settings)  # type: ignore[arg-type]
+    parts = Parts(
+        target,
+        drafter,
+        torch.float64,
+        tree=tree,
+        grows=getattr(drafter, "growth", None) is not None,
+        draws=getattr(drafter, "draws", False),
+        scratch=getattr(drafter, "scratch", 0),
+        longest=longest,
     )
-    built = assemble(full, Parts(target, drafter, torch.float64), tokenizer=None)
-    return Lab(engine_around(built, full))
+    return Lab(engine_around(assemble(full, parts, tokenizer=None), full))
 
 
 def draft_model(decoder: Decoder, acceptance: str = "match") -> DraftModelDrafter:

@@ -9,14 +9,13 @@ import pytest
 from foretell import arguments
 from foretell.config import (
     MAX_DRAFT_TOKENS,
-    DraftModel,
-    Eagle,
+    DraftCheckpoint,
     EngineConfig,
-    Medusa,
+    GrownTree,
     Ngram,
     Speculation,
 )
-from foretell.speculation import KEYS, METHODS, MISSING, resolve_speculation
+from foretell.speculation import ALIASES, KEYS, METHODS, MISSING, resolve_speculation
 
 
 def test_nothing_said_means_plain_decoding() -> None:
@@ -25,9 +24,12 @@ def test_nothing_said_means_plain_decoding() -> None:
     assert EngineConfig().drafter is None
 
 
-def test_the_guides_words_make_a_draft_model() -> None:
+def test_the_guides_words_make_a_checkpoint_that_says_itself_what_it_is() -> None:
     found = resolve_speculation("google/gemma-2b", 5)
-    assert found == Speculation(DraftModel(model="google/gemma-2b", num_speculative_tokens=5))
+    assert found == Speculation(DraftCheckpoint(model="google/gemma-2b", num_speculative_tokens=5))
+    assert resolve_speculation("google/gemma-2b").drafter == DraftCheckpoint(
+        model="google/gemma-2b"
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,8 +85,9 @@ def test_all_keys_of_a_draft_model_arrive() -> None:
         "acceptance": "typical",
     }
     assert resolve_speculation(speculative_config=config) == Speculation(
-        DraftModel(
+        DraftCheckpoint(
             model="draft",
+            method="draft_model",
             num_speculative_tokens=3,
             revision="main",
             tensor_parallel_size=1,
@@ -96,11 +99,49 @@ def test_all_keys_of_a_draft_model_arrive() -> None:
     )
 
 
+def test_all_keys_of_eagle3_arrive() -> None:
+    given = {
+        "method": "eagle3",
+        "model": "heads",
+        "target_layers": [1, 2, 3],
+        "target_layers_convention": "output",
+        "norm_before_residual": True,
+    }
+    assert resolve_speculation(speculative_config=given).drafter == DraftCheckpoint(
+        model="heads",
+        method="eagle3",
+        target_layers=(1, 2, 3),
+        target_layers_convention="output",
+        norm_before_residual=True,
+    )
+    del given["method"]
+    assert resolve_speculation(speculative_config=given).drafter is not None
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_names_that_vllm_has_mean_ours(alias: str) -> None:
+    given = {"method": alias, "model": "m", "num_speculative_tokens": 2}
+    drafter = resolve_speculation(speculative_config=given).drafter
+    assert isinstance(drafter, DraftCheckpoint)
+    assert drafter.method == ALIASES[alias]
+    assert ALIASES[alias] in METHODS
+
+
+@pytest.mark.parametrize("method", ["mtp", "medusa"])
+def test_heads_inside_the_target_need_no_model(method: str) -> None:
+    drafter = resolve_speculation(speculative_config={"method": method}).drafter
+    assert isinstance(drafter, DraftCheckpoint)
+    assert (drafter.model, drafter.method) == (None, method)
+
+
 def test_R36_a_word_in_a_models_name_decides_nothing() -> None:
     for name in ("my-eagle-draft", "medusa-ngram", "eagle3"):
-        assert isinstance(resolve_speculation(name, 2).drafter, DraftModel)
+        unnamed = resolve_speculation(name, 2).drafter
+        assert unnamed == DraftCheckpoint(model=name, num_speculative_tokens=2)
         given = {"method": "draft_model", "model": name, "num_speculative_tokens": 2}
-        assert isinstance(resolve_speculation(speculative_config=given).drafter, DraftModel)
+        named = resolve_speculation(speculative_config=given).drafter
+        assert isinstance(named, DraftCheckpoint)
+        assert named.method == "draft_model"
 
 
 def test_vllms_rejection_sampling_is_the_rejection_rule() -> None:
@@ -118,15 +159,32 @@ def test_vllms_rejection_sampling_is_the_rejection_rule() -> None:
 def test_a_tree_by_paths_or_parents_says_how_many_tokens_are_drafted() -> None:
     paths = resolve_speculation("draft", None, {"tree": [[0], [1], [0, 2]]})
     assert paths.tree == ((0,), (1,), (0, 2))
-    assert paths.drafter is not None
-    assert paths.drafter.num_speculative_tokens == 3
+    looked_up = resolve_speculation("ngram", None, {"tree": [[0], [1], [0, 2]]})
+    assert looked_up.drafter is not None
+    assert looked_up.drafter.num_speculative_tokens == 3
     parents = resolve_speculation("draft", 3, {"tree": [-1, 0, 0, 1]})
     assert parents.tree == (-1, 0, 0, 1)
     with pytest.raises(ValueError, match="num_speculative_tokens=5 but the tree drafts 3 tokens"):
         resolve_speculation("draft", 5, {"tree": [-1, 0, 0, 1]})
 
 
-@pytest.mark.parametrize("tree", ["chain", [], 5, [[]], [[0], 1], [0.5], [[True]], {"a": 1}])
+def test_a_tree_by_name_or_by_how_it_grows() -> None:
+    assert resolve_speculation("d", 3, {"tree": "mc_sim_7b_63"}).tree == "mc_sim_7b_63"
+    assert resolve_speculation("d", 3, {"tree": "chain"}).tree == "chain"
+    grown = resolve_speculation("d", None, {"tree": {"top_k": 4, "depth": 3, "nodes": 9}})
+    assert grown.tree == GrownTree(4, 3, 9)
+    assert resolve_speculation("d", None, {"tree": {"depth": 5}}).tree == GrownTree(10, 5, 60)
+    with pytest.raises(ValueError, match="tree='chain' needs num_speculative_tokens"):
+        resolve_speculation("d", None, {"tree": "chain"})
+    with pytest.raises(ValueError, match="tree has no key 'topk'; did you mean 'top_k'"):
+        resolve_speculation("d", None, {"tree": {"topk": 4}})
+    with pytest.raises(ValueError, match="tree: depth must be a positive integer, got 0"):
+        resolve_speculation("d", None, {"tree": {"depth": 0}})
+    with pytest.raises(ValueError, match="num_speculative_tokens=5 but the tree drafts 8 tokens"):
+        resolve_speculation("d", 5, {"tree": {"top_k": 4, "depth": 3, "nodes": 9}})
+
+
+@pytest.mark.parametrize("tree", ["", [], 5, [[]], [[0], 1], [0.5], [[True]], {"a": 1}])
 def test_a_tree_of_another_form_is_refused(tree: object) -> None:
     with pytest.raises(ValueError, match="tree"):
         resolve_speculation("draft", 2, {"tree": tree})
@@ -138,7 +196,7 @@ def test_a_tree_of_another_form_is_refused(tree: object) -> None:
         (
             "draft",
             None,
-            None,
+            {"method": "draft_model"},
             "num_speculative_tokens must be provided with speculative model unless the draft model config contains an "
             "n_predict parameter.",
         ),
@@ -185,7 +243,32 @@ def test_a_tree_of_another_form_is_refused(tree: object) -> None:
             "draft",
             2,
             {"prompt_lookup_max": 3},
-            "'prompt_lookup_max' does not belong to method 'draft_model'",
+            "'prompt_lookup_max' does not belong to a checkpoint",
+        ),
+        (
+            "draft",
+            2,
+            {"method": "eagle3", "use_heterogeneous_vocab": True},
+            "'use_heterogeneous_vocab' does not belong to method 'eagle3'",
+        ),
+        (
+            "draft",
+            2,
+            {"method": "medusa", "target_layers": [1]},
+            "'target_layers' does not belong to method 'medusa'",
+        ),
+        ("draft", 2, {"target_layers": "1,2"}, "target_layers must be a list of layer numbers"),
+        (
+            "draft",
+            2,
+            {"target_layers_convention": "before"},
+            "target_layers_convention must be one of 'after', 'output', got 'before'",
+        ),
+        (
+            None,
+            None,
+            {"method": "eagle", "num_speculative_tokens": 2},
+            "method 'eagle' needs a model",
         ),
         (
             "ngram",
@@ -231,10 +314,8 @@ def test_bad_speculation_is_refused_with_its_reason(
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3", "mtp", "suffix", "nonsense"])
-def test_methods_that_do_not_exist_yet_say_so(method: str) -> None:
-    if method in METHODS:
-        pytest.skip("exists by now")
+@pytest.mark.parametrize("method", ["suffix", "dflash", "nonsense"])
+def test_methods_that_do_not_exist_say_so(method: str) -> None:
     given = {"method": method, "model": "m", "num_speculative_tokens": 2}
     with pytest.raises(NotImplementedError, match=f"Unsupported speculative method: '{method}'"):
         resolve_speculation(speculative_config=given)
@@ -320,7 +401,7 @@ def test_a_tree_without_a_drafter_is_refused() -> None:
 
 
 def test_R28_the_draft_runs_on_one_device_or_on_all_of_the_targets() -> None:
-    draft = DraftModel(model="d", num_speculative_tokens=2, tensor_parallel_size=2)
+    draft = DraftCheckpoint(model="d", num_speculative_tokens=2, tensor_parallel_size=2)
     assert EngineConfig(drafter=draft, tensor_parallel_size=2).drafter == draft
     with pytest.raises(
         ValueError, match="cannot be other than 1 or target model tensor_parallel_size=4"
@@ -329,9 +410,9 @@ def test_R28_the_draft_runs_on_one_device_or_on_all_of_the_targets() -> None:
 
 
 def test_the_drafts_length_may_not_exceed_either_models() -> None:
-    draft = DraftModel(model="d", num_speculative_tokens=2, max_model_len=100)
+    draft = DraftCheckpoint(model="d", num_speculative_tokens=2, max_model_len=100)
     assert draft.length_limit(200, 100) == 100
-    assert DraftModel(model="d", num_speculative_tokens=2).length_limit(70, 100) == 70
+    assert DraftCheckpoint(model="d", num_speculative_tokens=2).length_limit(70, 100) == 70
     with pytest.raises(
         ValueError,
         match="speculative_max_model_len=100 cannot be larger than draft_max_model_len=50",
@@ -341,12 +422,14 @@ def test_the_drafts_length_may_not_exceed_either_models() -> None:
         EngineConfig(drafter=draft, max_model_len=64)
 
 
-@pytest.mark.parametrize("kind", [Medusa, Eagle, DraftModel])
-def test_every_drafter_with_weights_checks_what_it_is_given(
-    kind: type[Medusa | Eagle | DraftModel],
-) -> None:
-    assert kind(model="m", num_speculative_tokens=MAX_DRAFT_TOKENS).num_speculative_tokens == 63
+def test_a_drafter_with_weights_checks_what_it_is_given() -> None:
+    made = DraftCheckpoint(model="m", num_speculative_tokens=MAX_DRAFT_TOKENS)
+    assert made.num_speculative_tokens == 63
     with pytest.raises(ValueError, match="greater than zero"):
-        kind(model="m", num_speculative_tokens=0)
+        DraftCheckpoint(model="m", num_speculative_tokens=0)
     with pytest.raises(ValueError, match="speculative model"):
-        kind(model="", num_speculative_tokens=1)
+        DraftCheckpoint(model="", num_speculative_tokens=1)
+    with pytest.raises(ValueError, match="method must be one of"):
+        DraftCheckpoint(model="m", method="eagel")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="needs a model"):
+        DraftCheckpoint()

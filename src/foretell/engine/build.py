@@ -29,6 +29,9 @@ def engine_around(built: Built, config: EngineConfig, watcher: Watcher | None = 
         max_model_len=built.max_model_len,
         trees=built.trees,
         scheduling=config.scheduling_policy,
+        scratch=built.scratch,
+        drafter_kv=built.drafter_kv,
+        drafted_length=built.drafted_length,
     )
     return Engine(
         built.runner,

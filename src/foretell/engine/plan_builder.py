@@ -32,6 +32,7 @@ class PlanBuilder:
     tree: int
     next_tree: int
     tail: int  # key indices the next draft may need past the committed length
+    drafted_length: int  # longest text that is drafted for
     keys: int = 0
     new: list[NewSlot] = field(default_factory=list)
     new_blocks: list[NewBlocks] = field(default_factory=list)
@@ -79,8 +80,10 @@ class PlanBuilder:
 
     def _enter(self, request: Request, low: int, most: int, start: int) -> None:
         """`low` is the least length after the step, if the request emits in it."""
-        # With room for one token or none there is nothing to draft.
-        drafted = request.params.speculates and low < request.limit - 1
+        # With room for one token or none there is nothing to draft. Lengths only grow: who gets no draft any more
+        # never gets one again, and its drafter's KV may end here.
+        room = low < min(request.limit - 1, self.drafted_length)
+        drafted = request.params.speculates and room
         if most and not drafted:
             self.undrafted.add(request.slot)
         self.entries.append(Entry(request, request.slot, most, start, drafted))

@@ -42,6 +42,7 @@ class Scheduler:
         scheduling: "fcfs" or "priority" (lower number first, ties by arrival).
         scratch: key indices past the committed length that the drafter writes while it drafts.
         drafter_kv: the drafter keeps KV of its own behind the block ids.
+        drafted_length: longest text that is drafted for; None = `max_model_len`.
 
     Raises:
         ValueError: a limit is below 1, the policy is unknown, or no tree fits the token budget.
@@ -57,6 +58,7 @@ class Scheduler:
         scheduling: str = "fcfs",
         scratch: int = 0,
         drafter_kv: bool = True,
+        drafted_length: int | None = None,
     ) -> None:
         _check_limits(max_num_seqs, max_num_batched_tokens, max_model_len, trees, scheduling)
         self.blocks = blocks
@@ -67,6 +69,7 @@ class Scheduler:
         self.scheduling = scheduling
         self.scratch = scratch
         self.drafter_kv = drafter_kv
+        self.drafted_length = max_model_len if drafted_length is None else drafted_length
         self.waiting: list[Request] = []  # best rank first
         self.running: list[Request] = []  # best rank first
         self.preemptions = 0
@@ -221,7 +224,7 @@ class Scheduler:
         room = budget - budget // PROMPT_SHARE if prompts else budget
         next_tree = self._fit(self.wanted_tree, decoding + prompts, room)
         tail = max(self.scratch, self.trees[next_tree].nodes)
-        return PlanBuilder(self._step + 1, budget, tree, next_tree, tail)
+        return PlanBuilder(self._step + 1, budget, tree, next_tree, tail, self.drafted_length)
 
     def _plan_starved(self, build: PlanBuilder) -> None:
         """A prompt that got nothing in the last step goes first, with up to half the budget."""

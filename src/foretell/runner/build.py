@@ -5,23 +5,25 @@ Nothing large is allocated before it is known to fit. Reading checkpoints is `lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
 from dataclasses import dataclass
 
 import torch
 
-from foretell.config import EngineConfig, Speculation
+from foretell.config import DraftCheckpoint, EngineConfig
 from foretell.model.decoder import Decoder
 from foretell.runner.kv import KVPool
 from foretell.runner.memory import available_bytes, weights_bytes
 from foretell.runner.runner import Runner
 from foretell.runner.slots import STOP_IDS, Slots, SlotSizes
 from foretell.runner.step import Device
-from foretell.spec.autoregressive import DraftModelDrafter
 from foretell.spec.drafter import Drafter, KVSpec, KVView
-from foretell.spec.tree import Tree, chain, from_paths
+from foretell.spec.tree import Tree, chain
+from foretell.spec.tree_spec import static_tree
 from foretell.spec.verify import Acceptance, Typical
 from foretell.spec.vocabulary import Tokenizer
+
+log = logging.getLogger("foretell")
 
 LARGEST_CPU_POOL = 4 << 30  # bytes of KV that an unconfigured CPU engine takes at most
 
@@ -40,23 +42,42 @@ class Built:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_stop_ids: int
+    scratch: int  # key indices behind the committed text that the drafter writes
+    drafter_kv: bool  # the drafter has KV behind the block ids
+    drafted_length: int  # longest text that is drafted for
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Loaded models, before memory is divided."""
+    """Loaded models, before memory is divided, and what the drafter needs.
+
+    Args:
+        draft_dtype: of the drafter's KV.
+        tree: what is drafted, or the bound of trees that grow; None = what the configuration says.
+        grows: drafts bring their parents.
+        draws: drafts bring the laws they were drawn from.
+        scratch: key indices behind the committed text that the drafter writes.
+        longest: tokens of the longest text it was made for; None = no limit.
+    """
 
     target: Decoder
     drafter: Drafter
     draft_dtype: torch.dtype
+    tree: Tree | None = None
+    grows: bool = False
+    draws: bool = False
+    scratch: int = 0
+    longest: int | None = None
 
 
 def assemble(config: EngineConfig, parts: Parts, tokenizer: Tokenizer | None) -> Built:
     """Divide the memory and wire target, drafter, slots and KV together."""
     target, drafter = parts.target, parts.drafter
-    trees = trees_for(config.speculation)
-    deepest, widest = max(t.depth for t in trees), max(t.nodes for t in trees)
-    max_model_len, blocks = _pool(config, parts, widest)
+    tree = static_tree(config.speculation) if parts.tree is None else parts.tree
+    trees = (chain(0),) if tree.nodes == 1 else (chain(0), tree)
+    tail = max(tree.nodes, parts.scratch)
+    max_model_len, blocks = _pool(config, parts, tail)
+    drafted_length = _drafted_length(config, parts, max_model_len)
     device = target.device
     kv = KVPool(
         blocks=blocks,
@@ -70,19 +91,23 @@ def assemble(config: EngineConfig, parts: Parts, tokenizer: Tokenizer | None) ->
     sizes = SlotSizes(
         slots=config.max_num_seqs,
         length=max_model_len,
-        blocks=-(-(max_model_len + 2 * widest + 2) // config.block_size),
-        nodes=widest,
-        depth=deepest,
+        blocks=-(-(max_model_len + 2 * tail + 2) // config.block_size),
+        nodes=tree.nodes,
+        depth=tree.depth,
         features=target.feature_width(drafter.features),
         vocabulary=target.config.vocab_size,
+        drafted=drafted_length,
     )
     slots = Slots(sizes, target.dtype, device)
     acceptance = Acceptance(config.acceptance)
-    if acceptance is Acceptance.REJECTION and isinstance(drafter, DraftModelDrafter):
-        shape = (sizes.slots + 1, widest, sizes.vocabulary)
+    if parts.grows:
+        slots.draft_parents = torch.zeros_like(slots.draft)
+    if parts.draws and acceptance is Acceptance.REJECTION:
+        shape = (*slots.draft.shape, sizes.vocabulary)
         slots.draft_probs = torch.zeros(shape, dtype=torch.float32, device=device)
     drafter.bind(target, KVView(kv.drafter, config.block_size) if drafter.kv else None)
-    runner = Runner(Device(target, drafter, slots, kv, acceptance, Typical()), trees)
+    everything = Device(target, drafter, slots, kv, acceptance, Typical())
+    runner = Runner(everything, trees, eager=config.enforce_eager)
     return Built(
         runner=runner,
         tokenizer=tokenizer,
@@ -92,23 +117,28 @@ def assemble(config: EngineConfig, parts: Parts, tokenizer: Tokenizer | None) ->
         vocab_size=target.config.vocab_size,
         eos_token_ids=target.config.eos_token_ids,
         max_stop_ids=STOP_IDS,
+        scratch=parts.scratch,
+        drafter_kv=drafter.kv is not None,
+        drafted_length=drafted_length,
     )
 
 
-def trees_for(speculation: Speculation) -> tuple[Tree, ...]:
-    """The trees a step may verify: plain decoding, and what the drafter fills."""
-    if speculation.drafter is None:
-        return (chain(0),)
-    given: Sequence[object] | None = speculation.tree
-    if given is None:
-        return (chain(0), chain(speculation.drafter.num_speculative_tokens))
-    if isinstance(given[0], int):
-        return (chain(0), Tree(tuple(int(str(parent)) for parent in given)))
-    return (chain(0), from_paths([path for path in given if isinstance(path, tuple)]))
+def _drafted_length(config: EngineConfig, parts: Parts, max_model_len: int) -> int:
+    """Longest text that is drafted for."""
+    own = max_model_len if parts.longest is None else parts.longest
+    if isinstance(config.drafter, DraftCheckpoint):
+        own = config.drafter.length_limit(own, max_model_len)
+    if own < max_model_len:
+        log.info("drafts stop at %d tokens of text, the target goes on to %d", own, max_model_len)
+    return min(own, max_model_len)
 
 
-def _pool(config: EngineConfig, parts: Parts, nodes: int) -> tuple[int, int]:
-    """(max_model_len, blocks of the KV pool, the null block included)."""
+def _pool(config: EngineConfig, parts: Parts, tail: int) -> tuple[int, int]:
+    """(max_model_len, blocks of the KV pool, the null block included).
+
+    Args:
+        tail: key indices past the committed text that one step may touch.
+    """
     size = config.block_size
     spec, draft = KVSpec(*parts.target.kv_shape), parts.drafter.kv
     per_token = spec.bytes_per_token(parts.target.dtype.itemsize)
@@ -120,7 +150,7 @@ def _pool(config: EngineConfig, parts: Parts, nodes: int) -> tuple[int, int]:
         if parts.target.device.type == "cpu":
             memory = min(memory, LARGEST_CPU_POOL)
     longest = config.max_model_len or parts.target.config.max_position
-    slack = 2 * nodes + size
+    slack = 2 * tail + size
     fits = memory // (per_token * size)
     needed = config.max_num_seqs * (-(-(longest + slack) // size)) + 1
     blocks = min(fits, needed)

@@ -1,21 +1,43 @@
-"""Reads what a configuration names: the target, its tokenizer and the drafter."""
+"""Reads what a configuration names: the target, its tokenizer and the drafter.
+
+A drafter's checkpoint is looked into before anything large is read, so that a wrong one costs no wait.
+"""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
 import torch
 
-from foretell.config import DraftModel, EngineConfig, Ngram
+from foretell.config import DraftCheckpoint, EngineConfig, Ngram
 from foretell.model.decoder import Decoder
-from foretell.model.hub import resolve
+from foretell.model.hub import ModelSource, resolve
 from foretell.model.load import load_model
 from foretell.model.tokenizer import load_tokenizer
 from foretell.ops.table import table_for
 from foretell.runner.build import Built, Parts, assemble
 from foretell.spec.autoregressive import DraftModelDrafter
-from foretell.spec.drafter import Drafter, NoDrafter
+from foretell.spec.checkpoint.eagle3 import LayerIds, Overrides
+from foretell.spec.checkpoint.load import Identified, Wanted, identify, load_drafter, told
+from foretell.spec.checkpoint.recognise import Family
+from foretell.spec.drafter import NoDrafter
 from foretell.spec.ngram import NgramDrafter
+from foretell.spec.tree_spec import read_tree, static_tree
 from foretell.spec.verify import Acceptance
 from foretell.spec.vocabulary import Tokenizer, pair_vocabularies
+from foretell.speculation import NO_COUNT
+
+log = logging.getLogger("foretell")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A drafter's checkpoint that was looked into and not yet read."""
+
+    source: ModelSource
+    identified: Identified
 
 
 def build(config: EngineConfig) -> Built:
@@ -26,38 +48,129 @@ def build(config: EngineConfig) -> Built:
     """
     device = resolve_device(config.device)
     source = resolve(config.model, revision=config.revision)
+    found = None
+    if isinstance(config.drafter, DraftCheckpoint):
+        found = find_drafter(config, config.drafter, source)
     tokenizer = load_tokenizer(source if config.tokenizer is None else resolve(config.tokenizer))
     ops = table_for(device)
     target = load_model(source, dtype=config.dtype, device=device, ops=ops)
-    drafter, draft_dtype = load_drafter(config, target, tokenizer)
-    parts = Parts(target, drafter, draft_dtype)
-    return assemble(config, parts, tokenizer)
+    return assemble(config, load_parts(config, found, target, tokenizer), tokenizer)
 
 
-def load_drafter(
-    config: EngineConfig, target: Decoder, tokenizer: Tokenizer
-) -> tuple[Drafter, torch.dtype]:
-    """The drafter that the configuration asks for, and the dtype of its KV."""
+def find_drafter(config: EngineConfig, draft: DraftCheckpoint, target: ModelSource) -> Found:
+    """What the drafter's checkpoint is, and that all that was said about it applies to it.
+
+    Args:
+        target: where the target lies, for a drafter inside it.
+
+    Raises:
+        ValueError: there is none, it is not what was named, a tree is wrong, or a key does not apply.
+    """
+    if config.tree is not None:
+        read_tree(config.tree, draft.num_speculative_tokens)
+    source = target if draft.model is None else _resolve_draft(draft.model, draft.revision)
+    local = source.path.name if Path(source.name).expanduser().exists() else source.name
+    found = Found(source, identify(source.path, draft.method, local))
+    _check_keys(draft, found.identified.family, local)
+    if found.identified.family is Family.DRAFT_MODEL:
+        if draft.num_speculative_tokens is None and config.tree is None:
+            raise ValueError(NO_COUNT)
+        static_tree(config.speculation)
+    return found
+
+
+def _resolve_draft(model: str, revision: str | None) -> ModelSource:
+    try:
+        return resolve(model, revision=revision)
+    except ValueError as error:
+        raise ValueError(f"speculative {error}") from error
+
+
+def _check_keys(draft: DraftCheckpoint, family: Family, name: str) -> None:
+    """A setting of another family would be ignored: say so instead."""
+    for key, value, owner in (
+        ("use_heterogeneous_vocab", draft.use_heterogeneous_vocab, Family.DRAFT_MODEL),
+        ("draft_sample_method", draft.sampling, Family.DRAFT_MODEL),
+        ("target_layers", draft.target_layers, Family.EAGLE3),
+        ("target_layers_convention", draft.target_layers_convention, Family.EAGLE3),
+        ("norm_before_residual", draft.norm_before_residual, Family.EAGLE3),
+    ):
+        if value is not None and family is not owner:
+            raise ValueError(
+                f"{key} belongs to {owner.value!r}, but {name} is a checkpoint of {family.value!r}; leave it out"
+            )
+
+
+def load_parts(
+    config: EngineConfig, found: Found | None, target: Decoder, tokenizer: Tokenizer
+) -> Parts:
+    """The target with the drafter that the configuration asks for.
+
+    Args:
+        found: the drafter's checkpoint, if it has one.
+
+    Raises:
+        ValueError: the drafter does not fit the target, or the tree does not fit the drafter.
+    """
     match config.drafter:
         case None:
-            return NoDrafter(), target.dtype
+            return Parts(target, NoDrafter(), target.dtype)
         case Ngram(prompt_lookup_min=shortest, prompt_lookup_max=longest):
-            return NgramDrafter(shortest, longest), target.dtype
-        case DraftModel() as draft:
-            source = resolve(draft.model, revision=draft.revision)
-            model = load_model(source, dtype=config.dtype, device=target.device, ops=target.ops)
-            vocabulary = pair_vocabularies(
-                tokenizer,
-                load_tokenizer(source),
-                (target.config.vocab_size, model.config.vocab_size),
-                draft.use_heterogeneous_vocab,
-                target.device,
-            )
-            return DraftModelDrafter(model, vocabulary, Acceptance(config.acceptance)), model.dtype
-        case other:
-            raise NotImplementedError(
-                f"Unsupported speculative method: '{type(other).__name__.lower()}'"
-            )
+            return Parts(target, NgramDrafter(shortest, longest), target.dtype)
+        case DraftCheckpoint() as draft:
+            assert found is not None, "checkpoints are looked into first"
+            if found.identified.family is Family.DRAFT_MODEL:
+                return _draft_model(config, draft, found.source, target, tokenizer)
+            return _trained_drafter(config, draft, found.identified, target)
+
+
+def _draft_model(
+    config: EngineConfig,
+    draft: DraftCheckpoint,
+    source: ModelSource,
+    target: Decoder,
+    tokenizer: Tokenizer,
+) -> Parts:
+    model = load_model(source, dtype=config.dtype, device=target.device, ops=target.ops)
+    vocabulary = pair_vocabularies(
+        tokenizer,
+        load_tokenizer(source),
+        (target.config.vocab_size, model.config.vocab_size),
+        draft.use_heterogeneous_vocab,
+        target.device,
+    )
+    log.info("speculative model %s: %s", source.name, told(static_tree(config.speculation)))
+    greedy = draft.sampling == "greedy"
+    drafter = DraftModelDrafter(model, vocabulary, Acceptance(config.acceptance), greedy)
+    longest = model.config.max_position
+    return Parts(target, drafter, model.dtype, draws=drafter.draws, longest=longest)
+
+
+def _trained_drafter(
+    config: EngineConfig, draft: DraftCheckpoint, identified: Identified, target: Decoder
+) -> Parts:
+    tokens, convention = draft.num_speculative_tokens, draft.target_layers_convention
+    wanted = Wanted(
+        method=draft.method,
+        tree=None if config.tree is None else read_tree(config.tree, tokens),
+        tokens=tokens if config.tree is None else None,
+        overrides=Overrides(
+            layers=draft.target_layers,
+            layer_ids=None if convention is None else LayerIds(convention),
+            norm_before_residual=draft.norm_before_residual,
+        ),
+    )
+    loaded = load_drafter(identified, target, Acceptance(config.acceptance), wanted)
+    return Parts(
+        target,
+        loaded.drafter,
+        target.dtype,
+        tree=loaded.tree,
+        grows=loaded.grows,
+        draws=loaded.draws,
+        scratch=loaded.scratch,
+        longest=loaded.longest,
+    )
 
 
 def resolve_device(name: str) -> torch.device:

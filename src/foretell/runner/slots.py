@@ -32,6 +32,7 @@ class SlotSizes:
     depth: int  # D, of the deepest tree
     features: int  # F, width of a target feature, 0 = the drafter reads none
     vocabulary: int  # V
+    drafted: int  # longest text that is drafted for
 
 
 class Slots:
@@ -60,6 +61,7 @@ class Slots:
         self.presence = self._floats(rows, 0.0)
         self.min_tokens = self._ints(rows)
         self.draft = self._ints(rows, sizes.nodes) - 1
+        self.most_drafted = self._ints(rows)  # levels of a draft that the request wants
         self.draft_parents: Tensor | None = None  # [S + 1, N], only for dynamic trees
         self.draft_probs: Tensor | None = (
             None  # [S + 1, N, V], only for `rejection` with a drawing drafter
@@ -96,6 +98,8 @@ class Slots:
         self.presence[slot] = params.presence_penalty
         self.min_tokens[slot] = params.min_tokens
         self.draft[slot] = -1
+        most = params.num_speculative_tokens
+        self.most_drafted[slot] = self.sizes.depth if most is None else most
         self.feature[slot] = 0
         self._set_bias(new)
         self._set_bad_words(new)

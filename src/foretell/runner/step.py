@@ -78,12 +78,15 @@ def decode_step(device: Device, rows: Tensor, shape: Shape, mode: Mode, keys: in
 
 
 def gather_nodes(slots: Slots, rows: Tensor, shape: Shape) -> Nodes:
-    """The pending token and its drafts."""
+    """The pending token and its drafts, as far as the request wants them and the drafter was made for texts so long."""
     length = slots.length[rows].unsqueeze(1)
     root = slots.tokens[rows.unsqueeze(1), length - 1].to(torch.int64)
-    tokens = torch.cat((root, slots.draft[rows, 1 : shape.tree.nodes]), dim=1)
     if slots.draft_parents is not None:
         shape = dynamic_shape(shape, slots.draft_parents[rows, : shape.tree.nodes])
+    deepest = torch.minimum(slots.most_drafted[rows], slots.sizes.drafted - slots.length[rows])
+    wanted = shape.depths[:, 1:] <= deepest.unsqueeze(1)
+    drafted = torch.where(wanted, slots.draft[rows, 1 : shape.tree.nodes], -1)
+    tokens = torch.cat((root, drafted), dim=1)
     return Nodes(shape=shape, tokens=tokens, positions=length - 1 + shape.depths)
 
 

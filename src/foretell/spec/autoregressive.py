@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foretell.model.decoder import Decoder
 from foretell.ops.meta import LayerKV, Meta, TreeRows, flat_slots
-from foretell.spec.candidates import Scoring, choice_for, fill_levels
+from foretell.spec.candidates import Choice, Scoring, choice_for, fill_levels
 from foretell.spec.drafter import Draft, KVSpec, KVView, PromptRows, Window
 from foretell.spec.nodes import Level, Shape
 from foretell.spec.verify import Acceptance
@@ -167,19 +167,26 @@ class DraftModelDrafter:
         vocabulary: how its tokens and the target's correspond.
         acceptance: under `match` drafts share the target's noise; under `rejection` they are drawn from their own
             stream and their law is handed over.
+        greedy: draft the likeliest tokens instead.
     """
 
     features: tuple[int, ...] = ()
 
-    def __init__(self, model: Decoder, vocabulary: Vocabulary, acceptance: Acceptance) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        vocabulary: Vocabulary,
+        acceptance: Acceptance,
+        greedy: bool = False,
+    ) -> None:
         self.model = model
         self.vocabulary = vocabulary
-        self.draws = acceptance is Acceptance.REJECTION
+        choice = Choice.LIKELIEST if greedy else choice_for(acceptance, draws=True)
+        self.draws = choice is Choice.DRAWN
         layers, heads, head_dim = model.kv_shape
         self.kv: KVSpec | None = KVSpec(layers, heads, head_dim)
         net = _LanguageModel(model, vocabulary)
-        scoring = Scoring(vocabulary, choice_for(acceptance, draws=True))
-        self._procedure = Autoregressive(net, scoring, Entries())
+        self._procedure = Autoregressive(net, Scoring(vocabulary, choice), Entries())
 
     def bind(self, target: Decoder, kv: KVView | None) -> None:
         """Receive the KV behind the target's block ids."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import checkpoints as files
@@ -11,7 +11,6 @@ import pytest
 import torch
 from drafting import Request, law
 from lab import Lab, make_lab, prompts, tiny_decoder
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretell.sampling_params import SamplingParams
@@ -19,78 +18,23 @@ from foretell.spec.checkpoint.load import Loaded, Wanted, identify, load_drafter
 from foretell.spec.checkpoint.recognise import Family
 from foretell.spec.dynamic_tree import EAGLE2, EAGLE3, Growth
 from foretell.spec.nodes import static_shape
-from foretell.spec.presets import preset
+from foretell.spec.presets import cut, preset
 from foretell.spec.tree import Tree, chain
 from foretell.spec.verify import Acceptance
 
 TARGET = tiny_decoder(0, layers=7, vocabulary=files.V)
 PROMPTS = prompts(6)
-Files = tuple[dict[str, Tensor], dict[str, object] | None, str]
-
-FORMATS: dict[str, Callable[[], Files]] = {
-    "medusa pt": lambda: (files.medusa(), files.medusa_config(), "medusa_lm_head.pt"),
-    "medusa safetensors": lambda: (files.medusa(heads=4), None, "medusa_lm_head.safetensors"),
-    "medusa shared head": lambda: (files.medusa(output=False), None, "medusa_lm_head.pt"),
-    "medusa full": lambda: (
-        files.language_model() | files.medusa(prefix="medusa_head."),
-        files.llama_config(medusa_num_heads=5, medusa_num_layers=1),
-        "model.safetensors",
-    ),
-    "medusa vllm": lambda: (files.medusa_vllm(), files.medusa_vllm_config(), "model.safetensors"),
-    "medusa token map": lambda: (
-        files.medusa_vllm(kept=files.draft_tokens(30)),
-        files.medusa_vllm_config(truncated_vocab_size=30),
-        "model.safetensors",
-    ),
-    "eagle bin": lambda: (files.eagle1(), files.llama_config(), "pytorch_model.bin"),
-    "eagle safetensors": lambda: (
-        files.eagle1(bias=False),
-        files.llama_config(bias=False),
-        "model.safetensors",
-    ),
-    "eagle3": lambda: (files.eagle3(), files.eagle3_config(), "pytorch_model.bin"),
-    "eagle3 vllm names": lambda: (
-        files.eagle3(first="layers.0."),
-        files.eagle3_config(),
-        "model.safetensors",
-    ),
-    "speculators": lambda: (
-        files.eagle3(first="layers.0."),
-        files.speculators_config(),
-        "model.safetensors",
-    ),
-    "mlp_speculator": lambda: (
-        files.mlp_speculator(),
-        files.mlp_speculator_config(),
-        "model.safetensors",
-    ),
-    "mtp qwen": lambda: (files.qwen_mtp(), files.qwen_mtp_config(), "model.safetensors"),
-    "mtp mimo": lambda: (files.mimo_mtp(), files.mimo_mtp_config(), "model.safetensors"),
-    "pard": lambda: (
-        files.language_model(),
-        files.llama_config(pard_token=90),
-        "model.safetensors",
-    ),
-}
 
 
 def load(folder: Path, name: str, acceptance: str = "match", **wanted: object) -> Loaded:
-    tensors, config, file = FORMATS[name]()
+    tensors, config, file = files.FORMATS[name]()
     files.write(folder, tensors, config, file)
     wish = Wanted(**wanted)  # type: ignore[arg-type]
     return load_drafter(identify(folder, wish.method), TARGET, Acceptance(acceptance), wish)
 
 
 def lab_of(loaded: Loaded, acceptance: str = "match", **config: object) -> Lab:
-    lab = make_lab(loaded.drafter, loaded.tree, TARGET, acceptance, **config)
-    device = lab.engine.runner.device  # type: ignore[attr-defined]
-    slots = device.slots
-    if loaded.grows:
-        slots.draft_parents = torch.zeros_like(slots.draft)
-    if loaded.draws:
-        slots.draft_probs = torch.zeros(*slots.draft.shape, files.V)
-    lab.engine.scheduler.scratch = loaded.scratch
-    return lab
+    return make_lab(loaded.drafter, loaded.tree, TARGET, acceptance, **config)
 
 
 def texts(lab: Lab, params: Sequence[SamplingParams]) -> list[list[int]]:
@@ -119,7 +63,7 @@ def plain() -> dict[str, list[list[int]]]:
     }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", files.FORMATS)
 def test_the_text_is_that_of_plain_decoding(
     tmp_path: Path, name: str, plain: dict[str, list[list[int]]]
 ) -> None:
@@ -164,6 +108,11 @@ def test_grown_trees_give_the_text_of_plain_decoding(
         ("mlp_speculator", {}, chain(3)),
         ("mtp qwen", {}, chain(1)),
         ("medusa pt", {"tree": Tree((-1, 0, 0))}, Tree((-1, 0, 0))),
+        ("medusa pt", {"tokens": 2}, cut(preset("vicuna_7b_stage2"), 2)),
+        ("medusa pt", {"tokens": 5}, preset("vicuna_7b_stage2")),
+        ("medusa vllm", {"tokens": 3}, chain(3)),
+        ("speculators", {}, chain(3)),
+        ("speculators", {"tokens": 6}, chain(6)),
     ],
 )
 def test_the_tree_is_chosen_as_the_originals_do(
@@ -225,7 +174,7 @@ class NoHost(TorchDispatchMode):
         return func(*args, **(kwargs or {}))  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", files.FORMATS)
 @pytest.mark.parametrize("acceptance", ["match", "rejection"])
 def test_drafting_never_waits_for_the_device(tmp_path: Path, name: str, acceptance: str) -> None:
     wanted: list[dict[str, object]] = [{"tree": Tree((-1, 0, 0, 1))}]

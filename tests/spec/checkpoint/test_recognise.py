@@ -115,8 +115,8 @@ def test_something_else_is_refused_with_what_was_seen(tmp_path: Path) -> None:
 
 def test_a_speculators_checkpoint_names_its_target_and_draft_length(tmp_path: Path) -> None:
     checkpoint = opened(tmp_path / "d", files.eagle3(first="layers.0."), files.speculators_config())
-    assert verifier_of(checkpoint) == "meta-llama/Llama-3.1-8B-Instruct"
+    assert verifier_of(checkpoint.config) == "meta-llama/Llama-3.1-8B-Instruct"
     assert draft_tokens_of(checkpoint) == 3
     plain = opened(tmp_path / "e", LM, files.llama_config())
-    assert verifier_of(plain) is None
+    assert verifier_of(plain.config) is None
     assert draft_tokens_of(plain) is None

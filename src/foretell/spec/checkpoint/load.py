@@ -7,7 +7,7 @@ any model, with its tokenizer.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from foretell.model.decoder import Decoder
@@ -18,7 +18,14 @@ from foretell.spec.checkpoint.eagle3 import Overrides, read_eagle3
 from foretell.spec.checkpoint.medusa import read_medusa
 from foretell.spec.checkpoint.mlp_speculator import read_mlp_speculator
 from foretell.spec.checkpoint.mtp import read_mtp
-from foretell.spec.checkpoint.recognise import METHODS, Family, Recognised, check_method, recognise
+from foretell.spec.checkpoint.recognise import (
+    METHODS,
+    Family,
+    Recognised,
+    check_method,
+    draft_tokens_of,
+    recognise,
+)
 from foretell.spec.checkpoint.source import Checkpoint, open_checkpoint
 from foretell.spec.drafter import Drafter
 from foretell.spec.dynamic_tree import EAGLE2, EAGLE3, Growth
@@ -48,8 +55,9 @@ class Wanted:
 
     Args:
         method: as for `check_method`; "eagle1" and "eagle2" choose between a fixed and a grown tree.
-        tree: what to draft; None = as the originals do.
-        tokens: num_speculative_tokens: a chain of so many, if no tree is given.
+        tree: what to draft; None = as `tokens` says.
+        tokens: num_speculative_tokens, if no tree is given: a chain of so many, for Medusa its own tree cut to so many
+            levels. None = what the checkpoint suggests, else as the originals do.
         overrides: for EAGLE-3.
     """
 
@@ -69,11 +77,15 @@ class Loaded:
     grows: bool  # drafts bring their parents: the slots need `draft_parents`
     draws: bool  # drafts bring their laws: the slots need `draft_probs`
     scratch: int  # KV entries behind the committed text that drafting may write
+    longest: int | None  # tokens of the longest text its config was made for; None = no limit
     notes: tuple[str, ...]
 
 
-def identify(path: Path, method: str | None = None) -> Identified:
+def identify(path: Path, method: str | None = None, name: str | None = None) -> Identified:
     """Find out what is at a path, and that it is what the user named.
+
+    Args:
+        name: what messages call it; None = the folder's name.
 
     Raises:
         ValueError: see `open_checkpoint`, `recognise` and `check_method`.
@@ -83,11 +95,13 @@ def identify(path: Path, method: str | None = None) -> Identified:
             raise ValueError(
                 f"method {method!r} was given, but {path.name} is a GGUF file, which holds a draft model"
             )
+        log.info("speculative model %s: %s, by its GGUF file", path.name, Family.DRAFT_MODEL.value)
         return Identified(None, Family.DRAFT_MODEL)
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, name)
     found: Recognised = recognise(checkpoint)
     family = check_method(method, found, checkpoint)
-    log.info("speculative model %s: %s, by %s", checkpoint.name, found.family.value, found.evidence)
+    evidence = found.evidence if family is found.family else "the method given"
+    log.info("speculative model %s: %s, by %s", checkpoint.name, family.value, evidence)
     return Identified(checkpoint, family)
 
 
@@ -102,6 +116,8 @@ def load_drafter(
     checkpoint, family = identified.checkpoint, identified.family
     assert checkpoint is not None, "a GGUF file is a draft model"
     assert family is not Family.DRAFT_MODEL, "draft models are loaded as models"
+    if wanted.tokens is None and wanted.tree is None:
+        wanted = replace(wanted, tokens=draft_tokens_of(checkpoint))
     match family:
         case Family.EAGLE:
             loaded = _eagle(read_eagle(checkpoint, target), family, acceptance, wanted)
@@ -129,7 +145,8 @@ def _eagle(reading: EagleReading, family: Family, acceptance: Acceptance, wanted
         grows=growth is not None,
         draws=drafter.draws,
         scratch=max(drafter.scratch, tree.nodes),
-        notes=(*reading.notes, _told(shape)),
+        longest=reading.net.parts.layer.max_position,
+        notes=(*reading.notes, told(shape)),
     )
 
 
@@ -155,24 +172,28 @@ def _heads(
             f"tree: trees that grow need an EAGLE drafter, {checkpoint.name} is {family.value}; give paths"
         )
     drafter: MedusaDrafter | MlpSpeculatorDrafter | PardDrafter
-    tree = wanted.tree if wanted.tokens is None or wanted.tree is not None else chain(wanted.tokens)
     notes: tuple[str, ...] = ()
+    longest: int | None = None
+    tokens = wanted.tokens
+    own = None if tokens is None else chain(tokens)  # where Medusa does not say otherwise
     match family:
         case Family.MEDUSA:
             medusa = read_medusa(checkpoint, target)
-            tree = tree or _medusa_tree(checkpoint, medusa.net.heads)
+            tree = wanted.tree or _medusa_tree(checkpoint, medusa.net.heads, tokens)
             # Medusa takes the likeliest candidates; only a chain gains by knowing what they were drawn from.
             drafter = MedusaDrafter(medusa.net, medusa.vocabulary, acceptance, draws=tree.is_chain)
+            drafter.check_tree(own or tree)
             notes = medusa.notes
         case Family.MLP_SPECULATOR:
             mlp = read_mlp_speculator(checkpoint, target)
-            tree = tree or chain(mlp.net.heads)
+            tree = wanted.tree or own or chain(mlp.net.heads)
             drafter = MlpSpeculatorDrafter(mlp.net, mlp.vocabulary, acceptance)
             notes = mlp.notes
         case _:
             assert family is Family.PARD, family
-            tree = tree or chain(8)
+            tree = wanted.tree or own or chain(8)
             drafter = _pard(checkpoint, target, acceptance)
+            longest = drafter.model.config.max_position
     drafter.check_tree(tree)
     return Loaded(
         drafter=drafter,
@@ -181,16 +202,18 @@ def _heads(
         grows=False,
         draws=drafter.draws,
         scratch=tree.nodes,
-        notes=(*notes, _told(tree)),
+        longest=longest,
+        notes=(*notes, told(tree)),
     )
 
 
-def _medusa_tree(checkpoint: Checkpoint, heads: int) -> Tree:
+def _medusa_tree(checkpoint: Checkpoint, heads: int, tokens: int | None) -> Tree:
     """Converted heads draft a chain where they were converted for; published ones the tree of their model's name."""
+    levels = heads if tokens is None else min(tokens, heads)
     if checkpoint.config.get("model_type") == "medusa":
-        return chain(heads)
+        return chain(levels)
     name = checkpoint.config.get("base_model_name_or_path") or checkpoint.name
-    return cut(preset(medusa_preset(f"{name} {checkpoint.name}")), heads)
+    return cut(preset(medusa_preset(f"{name} {checkpoint.name}")), levels)
 
 
 def _pard(checkpoint: Checkpoint, target: Decoder, acceptance: Acceptance) -> PardDrafter:
@@ -203,7 +226,8 @@ def _pard(checkpoint: Checkpoint, target: Decoder, acceptance: Acceptance) -> Pa
     return PardDrafter(model, mask, same(*sizes, min(sizes), target.device), acceptance)
 
 
-def _told(shape: Tree | Growth) -> str:
+def told(shape: Tree | Growth) -> str:
+    """A tree in words."""
     if isinstance(shape, Growth):
         return f"tree: grown, top_k {shape.top_k}, {shape.depth} levels, {shape.nodes - 1} drafted tokens"
     kind = "chain" if shape.is_chain else "tree"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from foretell.spec.checkpoint import medusa
-from foretell.spec.checkpoint.source import Checkpoint
+from foretell.spec.checkpoint.source import Checkpoint, Config
 
 
 class Family(StrEnum):
@@ -95,7 +95,7 @@ def check_method(method: str | None, found: Recognised, checkpoint: Checkpoint) 
     wanted = METHODS[method]
     if wanted is found.family:
         return wanted
-    if wanted is Family.DRAFT_MODEL and found.family is Family.PARD:
+    if wanted is Family.DRAFT_MODEL and _holds_language_model(found, checkpoint):
         return wanted
     raise ValueError(
         f"method {method!r} was given, but {checkpoint.name} is a checkpoint of {found.family.value!r} "
@@ -103,13 +103,26 @@ def check_method(method: str | None, found: Recognised, checkpoint: Checkpoint) 
     )
 
 
-def verifier_of(checkpoint: Checkpoint) -> str | None:
-    """The target that a speculators-format checkpoint names, for serving it by the drafter's name alone."""
-    if "speculators_model_type" not in checkpoint.config:
+def _holds_language_model(found: Recognised, checkpoint: Checkpoint) -> bool:
+    """Whether a whole model is there besides what was found in it."""
+    if found.family not in (Family.PARD, Family.MTP, Family.MEDUSA):
+        return False
+    plain = {name.removeprefix("model.") for name in checkpoint.shapes}
+    return {"embed_tokens.weight", "layers.0.input_layernorm.weight"} <= plain
+
+
+def verifier_of(config: Config) -> str | None:
+    """The target that a speculators-format config names, for serving it by the drafter's name alone."""
+    if not is_speculators(config):
         return None
-    verifier = (checkpoint.config.get("speculators_config") or {}).get("verifier") or {}
+    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
     name = verifier.get("name_or_path")
     return str(name) if name else None
+
+
+def is_speculators(config: Config) -> bool:
+    """Whether a config.json is that of a drafter in speculators' format."""
+    return "speculators_model_type" in config
 
 
 def draft_tokens_of(checkpoint: Checkpoint) -> int | None:

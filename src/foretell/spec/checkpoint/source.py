@@ -42,26 +42,25 @@ class _File(Protocol):
 class Checkpoint:
     """A folder with a config and tensors.
 
-    `config` is {} where there is no config.json; `name` is the folder's.
+    `config` is {} where there is no config.json; `name` is what messages call it.
     """
 
     path: Path
     config: Config
     shapes: Mapping[str, tuple[int, ...]]
     files: Mapping[str, _File]  # by tensor name
-
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-        return self.path.name
+    name: str
 
     def read(self, name: str) -> Tensor:
         """The tensor of a name that is in `shapes`."""
         return self.files[name].read(name)
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, label: str | None = None) -> Checkpoint:
     """Look into a folder (or a single file of tensors).
+
+    Args:
+        label: what messages call it; None = the folder's name.
 
     Raises:
         ValueError: nothing is there, the config is no JSON object, a file is damaged or holds code.
@@ -82,10 +81,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
                     "keep one of the files"
                 )
             by_name[name], shapes[name] = file, shape
-    return Checkpoint(path, _read_config(folder), shapes, by_name)
+    return Checkpoint(path, read_config(folder), shapes, by_name, label or path.name)
 
 
-def _read_config(folder: Path) -> Config:
+def read_config(folder: Path) -> Config:
+    """The config.json of a folder; {} where there is none.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
     path = folder / "config.json"
     if not path.exists():
         return {}
