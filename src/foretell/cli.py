@@ -10,6 +10,7 @@ Exit codes: 0 done, 1 the machine failed, 2 the input was wrong, 130 stopped by 
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import sys
 import time
@@ -87,6 +88,21 @@ def progress() -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(escape(text))
 
 
+@contextmanager
+def notes_on_stderr() -> Iterator[None]:
+    """Show what the library notes while it loads: what a drafter was recognised as, and how it is read."""
+    logger = logging.getLogger("foretell")
+    handler, level = logging.StreamHandler(), logger.level
+    handler.setFormatter(logging.Formatter("foretell: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+
+
 def fetch(model: str | None, revision: str | None = None) -> ModelSource:
     """Where a model is on this machine, after a download with a progress bar if it was not."""
     columns = (
@@ -110,7 +126,7 @@ def open_llm(engine: EngineOptions) -> LLM:
     """The model, with a sign of life while it loads."""
     arguments = engine.arguments()
     fetch(engine.model, engine.revision)
-    with progress() as tell:
+    with progress() as tell, notes_on_stderr():
         tell(f"loading {engine.model or DEFAULT_MODEL}")
         return LLM(**arguments)
 

@@ -98,9 +98,10 @@ class EngineOptions:
 
     @property
     def method(self) -> str:
-        """The drafter's name, as far as the options tell."""
+        """The drafter's name, as far as the options tell: its method, else its checkpoint."""
         config = self.arguments().get("speculative_config", {})
-        return str(config.get("method", "draft_model" if self.drafts else "none"))
+        named = config.get("method") or config.get("model") or self.speculate_model
+        return str(named or "none")
 
     def with_drafts(self) -> EngineOptions:
         """The same engine with a drafter: the one asked for, else n-gram, which needs no weights."""

@@ -6,6 +6,7 @@ Not a test of generation: the engine here answers from a list.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -316,3 +317,21 @@ def test_demo_does_not_count_the_warm_up() -> None:
 def test_version_names_the_package_and_the_libraries(run: Callable[..., Any]) -> None:
     assert run("version").stdout.startswith("foretell ")
     assert {"foretell", "torch", "python"} <= set(json.loads(run("version", "--json").stdout))
+
+
+def test_what_the_library_notes_while_it_loads_is_shown_on_stderr_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    logger = logging.getLogger("foretell")
+    with cli.notes_on_stderr():
+        logger.info("speculative model d: eagle3, by a hidden_norm in the first layer")
+    logger.info("later")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "foretell: speculative model d: eagle3, by a hidden_norm in the first layer\n"
+
+
+def test_a_drafter_without_a_method_is_named_by_its_checkpoint() -> None:
+    assert EngineOptions(speculate_model="heads").method == "heads"
+    assert EngineOptions(spec_method="ngram", num_speculative_tokens=2).method == "ngram"
+    assert EngineOptions().method == "none"
