@@ -19,7 +19,7 @@ help:
 	@sed -n 's/^#\( \|$$\)//p' Makefile
 
 demo: $(VENV)/.stamp-run
-	@$(BIN)/foretell demo $(ARGS)
+	@$(BIN)/foretell demo --max-tokens 128 $(ARGS)
 
 test: $(VENV)/.stamp-dev
 	@$(BIN)/python -m pytest $(ARGS)
