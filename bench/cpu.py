@@ -62,10 +62,15 @@ COPY = [
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 
 
-def chats(llm: LLM, prompts: Sequence[str], params: SamplingParams = GREEDY) -> tuple[list[list[int]], float]:
+def chats(
+    llm: LLM, prompts: Sequence[str], params: SamplingParams = GREEDY
+) -> tuple[list[list[int]], float]:
     """One request after the other: token ids, and seconds in all."""
     started = time.perf_counter()
-    answers = [answer(llm.chat([{"role": "user", "content": p}], params, use_tqdm=False)[0]) for p in prompts]
+    answers = [
+        answer(llm.chat([{"role": "user", "content": p}], params, use_tqdm=False)[0])
+        for p in prompts
+    ]
     return answers, time.perf_counter() - started
 
 
@@ -95,7 +100,9 @@ def throughput(llm: LLM, prompts: Sequence[str]) -> Callable[[], float]:
 def speculative(llm: LLM, plain: LLM, prompts: Sequence[str], repeats: int) -> dict[str, object]:
     """Plain against speculative on the same prompts."""
     before = llm.get_metrics()
-    speeds = alternate({"plain": throughput(plain, prompts), "drafted": throughput(llm, prompts)}, repeats)
+    speeds = alternate(
+        {"plain": throughput(plain, prompts), "drafted": throughput(llm, prompts)}, repeats
+    )
     counted = llm.get_metrics().since(before)
     same = chats(llm, prompts)[0] == chats(plain, prompts)[0]
     return {
@@ -165,7 +172,12 @@ def part_plain(models: Path, repeats: int) -> dict[str, object]:
 def part_ngram(models: Path, repeats: int) -> dict[str, object]:
     path = str(models / "smollm2-135m.gguf")
     plain = LLM(path, dtype="bfloat16", max_model_len=2048)
-    config = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+    config = {
+        "method": "ngram",
+        "num_speculative_tokens": 7,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 5,
+    }
     drafted = LLM(path, dtype="bfloat16", max_model_len=2048, speculative_config=config)
     return {
         "copying": speculative(drafted, plain, COPY, repeats),
@@ -194,7 +206,12 @@ def part_pair(models: Path, repeats: int) -> dict[str, object]:
 
 
 def part_batch(models: Path, repeats: int) -> dict[str, object]:
-    llm = LLM(str(models / "smollm2-135m.gguf"), dtype="bfloat16", max_model_len=2048, enable_prefix_caching=False)
+    llm = LLM(
+        str(models / "smollm2-135m.gguf"),
+        dtype="bfloat16",
+        max_model_len=2048,
+        enable_prefix_caching=False,
+    )
     messages = [[{"role": "user", "content": prompt}] for prompt in CHAT]
 
     def together() -> float:
@@ -211,7 +228,12 @@ def part_batch(models: Path, repeats: int) -> dict[str, object]:
 
 
 def part_first(models: Path, repeats: int) -> dict[str, object]:
-    llm = LLM(str(models / "smollm2-135m.gguf"), dtype="bfloat16", max_model_len=2048, enable_prefix_caching=False)
+    llm = LLM(
+        str(models / "smollm2-135m.gguf"),
+        dtype="bfloat16",
+        max_model_len=2048,
+        enable_prefix_caching=False,
+    )
     ids = [100 + i for i in range(45)]
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     times = []
@@ -224,7 +246,12 @@ def part_first(models: Path, repeats: int) -> dict[str, object]:
 
 def part_memory(models: Path, repeats: int) -> dict[str, object]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    llm = LLM(str(models / "smollm2-135m.gguf"), dtype="bfloat16", max_model_len=2048, kv_cache_memory_bytes=64 << 20)
+    llm = LLM(
+        str(models / "smollm2-135m.gguf"),
+        dtype="bfloat16",
+        max_model_len=2048,
+        kv_cache_memory_bytes=64 << 20,
+    )
     chats(llm, CHAT[:2])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     weights = 2 * 134_515_008
@@ -246,7 +273,9 @@ PARTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--part", action="append", choices=PARTS, help="default: all")
     parser.add_argument("--repeats", type=int, default=3)

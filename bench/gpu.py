@@ -35,29 +35,66 @@ from foretell.spec.eagle import Concat, Eagle3Net, EagleDrafter
 from foretell.spec.eagle import Parts as NetParts
 from foretell.spec.nodes import Nodes
 from foretell.spec.processors import Law, Mode
-from foretell.spec.tree import chain
 from foretell.spec.verify import Acceptance, Verdict
 from foretell.spec.vocabulary import Vocabulary
 
 SHAPES: dict[str, dict[str, object]] = {
-    "llama-3.1-8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-                         num_key_value_heads=8, vocab_size=128256, rope_theta=500000.0),
-    "llama-2-7b": dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
-                       num_key_value_heads=32, vocab_size=32000),
-    "mistral-7b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-                       num_key_value_heads=8, vocab_size=32000),
-    "qwen2.5-1.5b": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
-                         num_key_value_heads=2, vocab_size=151936),
-    "tiny": dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-                 num_key_value_heads=2, vocab_size=1000),
+    "llama-3.1-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "rope_theta": 500000.0,
+    },
+    "llama-2-7b": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 32000,
+    },
+    "mistral-7b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+    },
+    "qwen2.5-1.5b": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+    },
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 1000,
+    },
 }
 DRAFT_VOCABULARY = 32000
 PROMPT, OUTPUT = 256, 256
 
 
 def config_of(shape: str) -> ModelConfig:
-    common = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 8192,
-              "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False, "eos_token_id": 2}
+    common = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "eos_token_id": 2,
+    }
     return ModelConfig.from_hf({**common, **SHAPES[shape]})
 
 
@@ -85,7 +122,9 @@ def eagle3(target: Decoder, vocabulary: int) -> EagleDrafter:
     layer = replace(target.config, layers=1, windows=(None,), layer_ropes=(0,))
     vocabulary = min(vocabulary, target.config.vocab_size)
     parts = NetParts(layer=layer, own_embedding=0, own_head=vocabulary)
-    net = Eagle3Net(parts, Concat(target_hidden=target.config.hidden_size), target.dtype, target.ops)
+    net = Eagle3Net(
+        parts, Concat(target_hidden=target.config.hidden_size), target.dtype, target.ops
+    )
     fill_noise(net, target.device, seed=1)
     draft_of = torch.arange(target.config.vocab_size, device=target.device) % vocabulary
     target_of = torch.arange(vocabulary, device=target.device)
@@ -130,7 +169,9 @@ def engine_of(target: Decoder, drafter: Drafter, k: int, batch: int, eager: bool
     return engine_around(built, config)
 
 
-def run(engine: Engine, prompts: list[list[int]], output: int) -> tuple[list[list[int]], float, int]:
+def run(
+    engine: Engine, prompts: list[list[int]], output: int
+) -> tuple[list[list[int]], float, int]:
     params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
     torch.cuda.synchronize()
     started, steps = time.perf_counter(), 0
@@ -147,7 +188,9 @@ def run(engine: Engine, prompts: list[list[int]], output: int) -> tuple[list[lis
 
 def random_prompts(count: int, vocabulary: int, length: int = PROMPT) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for _ in range(count)]
+    return [
+        torch.randint(3, vocabulary, (length,), generator=generator).tolist() for _ in range(count)
+    ]
 
 
 def bandwidth(device: torch.device) -> float:
@@ -178,7 +221,9 @@ def check(device: torch.device) -> dict[str, object]:
             found[f"eagle3 k={k} eager={eager}"] = run(engine, prompts, 48)[0] == plain
             found[f"replays k={k} eager={eager}"] = engine.runner.graphs.replays
     cpu = target_of("tiny", torch.float32, torch.device("cpu"))
-    for (name, ours), (_, theirs) in zip(cpu.named_parameters(), target.named_parameters(), strict=True):
+    for (name, ours), (_, theirs) in zip(
+        cpu.named_parameters(), target.named_parameters(), strict=True
+    ):
         ours.data.copy_(theirs.data)
         del name
     reference = run_cpu(cpu, prompts)
@@ -225,16 +270,22 @@ def profile(target: Decoder, k: int, batch: int, out: Path) -> None:
     for _ in range(6):
         engine.step()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as trace:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    ) as trace:
         for _ in range(10):
             engine.step()
         torch.cuda.synchronize()
-    table = trace.key_averages().table(sort_by="cuda_time_total", row_limit=45, max_name_column_width=70)
+    table = trace.key_averages().table(
+        sort_by="cuda_time_total", row_limit=45, max_name_column_width=70
+    )
     (out / f"profile_k{k}_b{batch}.txt").write_text(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--k", type=int, default=5)
@@ -259,7 +310,9 @@ def main() -> None:
             try:
                 rows.append(measure(target, k, batch, arguments.mean, arguments.repeats))
             except Exception as error:  # a variant that fails must not lose the others' figures
-                rows.append({"k": k, "requests": batch, "error": f"{type(error).__name__}: {error}"[:500]})
+                rows.append(
+                    {"k": k, "requests": batch, "error": f"{type(error).__name__}: {error}"[:500]}
+                )
             print(json.dumps(rows[-1]), flush=True)
             torch.cuda.empty_cache()
     if arguments.profile:

@@ -38,8 +38,12 @@ class Delta:
 
     request_id: str
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[dict[int, float], ...] | None = None  # per token: the chosen one first, then the top ones
-    prompt_logprobs: tuple[dict[int, float], ...] | None = None  # per prompt token from the second on
+    logprobs: tuple[dict[int, float], ...] | None = (
+        None  # per token: the chosen one first, then the top ones
+    )
+    prompt_logprobs: tuple[dict[int, float], ...] | None = (
+        None  # per prompt token from the second on
+    )
     finish_reason: str | None = None  # "stop", "length", "error" or None
     stop_reason: int | None = None  # the stop token id, where it is not the model's own end token
     num_cached_tokens: int = 0
@@ -125,8 +129,8 @@ class Engine:
         ids = tuple(dict.fromkeys((*own, *(params.stop_token_ids or ()))))
         if len(ids) > self._max_stop_ids:
             raise ValueError(
-                f"stop_token_ids: {len(ids)} stop ids with the model's own, at most {self._max_stop_ids} are supported; "
-                "use stop strings for the rest"
+                f"stop_token_ids: {len(ids)} stop ids with the model's own, at most {self._max_stop_ids} are "
+                "supported; use stop strings for the rest"
             )
         return ids
 
@@ -149,7 +153,9 @@ class Engine:
         ended: set[int] = set()
         if plan is not None:
             self._pending.append(self.runner.launch(plan))
-        while self._pending and (plan is None or len(self._pending) > 1 or self._pending[0].ready()):
+        while self._pending and (
+            plan is None or len(self._pending) > 1 or self._pending[0].ready()
+        ):
             deltas += self._collect(self._pending.popleft(), ended)
         if plan is not None:
             drafted = self.runner.draft(plan, self._ended_in(plan, ended))

@@ -99,7 +99,7 @@ class StepGraphs:
         """Run `once` on dummy rows to warm up, then capture it; live rows are not touched by either."""
         live_rows = rows.clone()
         rows.fill_(self.dummy)
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             once()

@@ -53,7 +53,7 @@ class Ticket:
 
     def ready(self) -> bool:
         """True when `result` would not wait."""
-        return self._event is None or self._event.query()
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def result(self) -> StepResult:
         """The step's results; waits for the device if it must."""

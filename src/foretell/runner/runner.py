@@ -253,7 +253,7 @@ class Runner:
     def _event(self) -> torch.cuda.Event | None:
         if self.device.slots.device.type != "cuda":
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event
 

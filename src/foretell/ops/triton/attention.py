@@ -1,4 +1,4 @@
-"""Paged attention with an ancestor mask: who sees what is in `ops/meta.py`, what comes out in `ops/reference/attention`.
+"""Paged attention with an ancestor mask: who sees what is in `ops/meta.py`, the meaning in `ops/reference/attention`.
 
 One kernel for tree rows, one for ragged rows. The query heads that share a KV head are folded into the rows of the
 matrix product, so keys and values are read once for all of them and all nodes of a request. Tree rows split the keys
@@ -334,7 +334,7 @@ def _tree_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, JOIN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One part of the keys, for one KV head and a tile of rows of one request; row m is head m % GROUP of node m // GROUP."""
+    """One part of the keys, for one KV head and a tile of rows of a request; row m is head m % GROUP of node m // GROUP."""
     head = tl.program_id(0) // tiles
     split = tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)

@@ -29,7 +29,7 @@ def limits(device: torch.device) -> DeviceLimits:
     properties = torch.cuda.get_device_properties(device)
     return DeviceLimits(
         processors=properties.multi_processor_count,
-        shared_bytes=properties.shared_memory_per_block_optin,
+        shared_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         capability=10 * properties.major + properties.minor,
     )
 

@@ -148,8 +148,10 @@ def rope_store(
         assert qkv.shape[1:] == (heads + 2 * kv_heads, width), qkv.shape
         q = qkv[:, :heads]
     if q.shape[0]:
-        weights = norms or (None, None)
-        _launch_rope(qkv, q, heads, kv_heads, *weights, eps, cos, sin, kv, kv_slots, parts)
+        q_weight, k_weight = norms or (None, None)
+        _launch_rope(
+            qkv, q, heads, kv_heads, q_weight, k_weight, eps, cos, sin, kv, kv_slots, parts
+        )
     return q
 
 

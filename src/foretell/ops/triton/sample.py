@@ -1,7 +1,7 @@
 """Filter and Gumbel arg-max over a vocabulary: `ops/reference/sample` and `spec/processors.sample` as kernels.
 
-The random bits are the reference's, bit for bit (32-bit integer arithmetic); the float arithmetic after them is the same
-up to the last place of a logarithm. Without filters the vocabulary is split among programs and a second pass joins the
+The random bits are the reference's, bit for bit (32-bit integer arithmetic); the float arithmetic after them is the
+same up to the last place of a logarithm. Without filters the vocabulary is split among programs and a second pass joins the
 parts. With filters one program has a whole row: it finds the last token that is kept by fixing its bits from the top,
 four at a time, since min_p, top_k and top_p each keep a prefix of the order (greatest logit first, ties by id).
 """
