@@ -1,4 +1,4 @@
-"""Which model is served: the one named, or, if that is a drafter in speculators' format, the target it was trained for."""
+"""Which model is served: the one named, or the target of it, if it is a drafter in speculators' format."""
 
 from __future__ import annotations
 
@@ -30,19 +30,14 @@ def serve_target(
         ValueError: the drafter names no target, or another drafter was given besides.
     """
     # Here, so that importing foretell needs no torch.
-    from foretell.model.hub import Kind, resolve
+    from foretell.model.hub import config_folder
     from foretell.spec.checkpoint.recognise import is_speculators, verifier_of
     from foretell.spec.checkpoint.source import read_config
 
-    same = Served(model, revision, speculative_config)
-    if model is None:
-        return same
-    source = resolve(model, revision)
-    if source.kind is not Kind.DIRECTORY:
-        return same
-    config = read_config(source.path)
-    if not is_speculators(config):
-        return same
+    folder = config_folder(model, revision) if isinstance(model, str) and model.strip() else None
+    config = {} if folder is None else read_config(folder)
+    if model is None or not is_speculators(config):
+        return Served(model, revision, speculative_config)
     target = verifier_of(config)
     if target is None:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -107,3 +108,20 @@ def test_a_failing_download_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ValueError, match=r"could not be downloaded .*name another with --model"):
         resolve(None)
+
+
+def test_a_config_is_found_without_the_weights_and_its_absence_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offline(*_: object, **__: object) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
+    assert hub.config_folder(str(tmp_path), None) == tmp_path
+    assert hub.config_folder(str(tmp_path / "nowhere"), None) is None
+    assert hub.config_folder("owner/name", None) is None
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(
+        "huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "config.json")
+    )
+    assert hub.config_folder("owner/name", "main") == tmp_path

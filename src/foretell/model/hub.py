@@ -77,6 +77,21 @@ def resolve(
     return ModelSource(_snapshot(model, revision), Kind.DIRECTORY, model)
 
 
+def config_folder(model: str, revision: str | None) -> Path | None:
+    """Where a model's config.json lies, without fetching its weights; None where there is none to be had."""
+    path = Path(model).expanduser()
+    if path.exists() or model.startswith(("/", ".", "~")) or model.count("/") != 1:
+        return path if path.is_dir() else None
+    from huggingface_hub import hf_hub_download  # slow to import, and most models are local
+
+    try:
+        return Path(hf_hub_download(model, "config.json", revision=revision)).parent
+    except (
+        Exception
+    ):  # the client raises many kinds; `resolve` says what is wrong when it comes to that
+        return None
+
+
 def _snapshot(model: str, revision: str | None) -> Path:
     """Download the files of a hub model that are needed; PyTorch files only where there are no safetensors."""
     from huggingface_hub import snapshot_download  # slow to import, and most models are local
@@ -84,7 +99,9 @@ def _snapshot(model: str, revision: str | None) -> Path:
     try:
         path = Path(snapshot_download(model, revision=revision, allow_patterns=list(_PATTERNS)))
         if not any(path.glob("*.safetensors")):
-            snapshot_download(model, revision=revision, allow_patterns=["*.bin", "*.pt", *_PATTERNS])
+            snapshot_download(
+                model, revision=revision, allow_patterns=["*.bin", "*.pt", *_PATTERNS]
+            )
     except Exception as error:  # the client raises many kinds; all mean that it is not to be had
         raise ValueError(
             f"model {model!r} is neither a local path nor available from the hub ({error})"
