@@ -39,14 +39,19 @@ class EngineOptions:
         _engine("--model", "-m", help="Directory, GGUF file or hub name. [default: SmolLM2-135M]"),
     ] = None
     speculate_model: Annotated[
-        str | None, _engine("--speculate-model", "--spec-model", help="The draft model.")
+        str | None,
+        _engine("--speculate-model", "--spec-model", help="What drafts: a checkpoint of any kind."),
     ] = None
     num_speculative_tokens: Annotated[
         int | None,
         _engine("--num-speculative-tokens", "--spec-tokens", help="Draft tokens per step."),
     ] = None
     spec_method: Annotated[
-        str | None, _engine("--spec-method", help="Drafter by name, such as ngram.")
+        str | None,
+        _engine(
+            "--spec-method",
+            help="What drafts, by name, such as ngram; checkpoints say it themselves.",
+        ),
     ] = None
     speculative_config: Annotated[
         str | None,
