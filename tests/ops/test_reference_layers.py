@@ -91,7 +91,7 @@ def test_gated_is_two_products_and_the_activation(dtype, name, bias):
     b = torch.randn(64).to(dtype) if bias else None
     exact = x.double() @ weight.double().T + (0 if b is None else b.double())
     expected = ACTIVATIONS[name](exact[:, :32]) * exact[:, 32:]
-    out = linear.gated(x, linear.pack_gated(weight, b), name)
+    out = linear.gated(x, linear.pack_linear(weight, b), name)
     tolerance = (
         {"atol": 0.02, "rtol": 2.0**-6} if dtype == torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
     )
@@ -104,7 +104,7 @@ def test_gated_is_two_products_and_the_activation(dtype, name, bias):
 def test_a_row_of_a_packed_product_does_not_depend_on_the_rows_beside_it():
     """Otherwise a draft's length could change the text in bfloat16."""
     weight = torch.randn(192, 96).to(torch.bfloat16)
-    packed, gate = linear.pack_linear(weight, None), linear.pack_gated(weight, None)
+    packed = gate = linear.pack_linear(weight, None)
     x = torch.randn(32, 96).to(torch.bfloat16)
     for rows in (2, 5, 32):
         assert torch.equal(linear.linear(x[:rows], packed)[:1], linear.linear(x[:1], packed))

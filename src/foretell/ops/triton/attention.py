@@ -334,7 +334,7 @@ def _tree_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, JOIN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One part of the keys, for one KV head and a tile of rows of a request; row m is head m % GROUP of node m // GROUP."""
+    """A part of the keys, for a KV head and a tile of a request's rows; row m is head m % GROUP of node m // GROUP."""
     head = tl.program_id(0) // tiles
     split = tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)

@@ -419,5 +419,6 @@ def activate(x, ACTIVATION: tl.constexpr):
         result = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        result = 0.5 * x * (2.0 - 2.0 / (1.0 + tl.exp(2.0 * inner)))
+        # 1 + tanh, whose exponential must not overflow.
+        result = 0.5 * x * (2.0 - 2.0 / (1.0 + tl.exp(tl.minimum(2.0 * inner, 80.0))))
     return result

@@ -1,9 +1,9 @@
 """Filter and Gumbel arg-max over a vocabulary: `ops/reference/sample` and `spec/processors.sample` as kernels.
 
 The random bits are the reference's, bit for bit (32-bit integer arithmetic); the float arithmetic after them is the
-same up to the last place of a logarithm. Without filters the vocabulary is split among programs and a second pass joins the
-parts. With filters one program has a whole row: it finds the last token that is kept by fixing its bits from the top,
-four at a time, since min_p, top_k and top_p each keep a prefix of the order (greatest logit first, ties by id).
+same up to the last place of a logarithm. Without filters the vocabulary is split among programs and a second pass joins
+the parts. With filters one program has a whole row: it finds the last token that is kept by fixing its bits from the
+top, four at a time, since min_p, top_k and top_p each keep a prefix of the order (greatest logit first, ties by id).
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def _part_kernel(
         else:
             x = tl.load(logits + place, mask=inside, other=float("-inf")).to(tl.float32)
         sick = sick | (x != x).to(tl.int32)
-        better = (x > top) | ((x == top) & (where == 2147483647) & inside)
+        better = x > top
         where = tl.where(better, place, where)
         top = tl.where(better, x, top)
     peak = tl.max(top, 0)
@@ -290,8 +290,8 @@ def _deepest(
     """The greatest ordered value t such that tokens at or above t (and the floor) number `wanted`, or weigh it."""
     digit = tl.arange(0, 16).to(tl.uint32)
     prefix = tl.full([], 0, tl.uint32)
-    for turn in range(8):
-        shift = (28 - 4 * turn).to(tl.uint32)
+    shift = tl.full([], 28, tl.uint32)
+    for _ in range(8):
         candidates = prefix | (digit << shift)
         total = tl.zeros([16], dtype=tl.float32)
         for base in range(0, width, BLOCK):
@@ -306,6 +306,7 @@ def _deepest(
             total += tl.sum(tl.where(above, weight[None, :], 0.0), 1)
         reached = tl.sum((total >= wanted).to(tl.int32), 0)
         prefix = prefix | (tl.maximum(reached - 1, 0).to(tl.uint32) << shift)
+        shift = shift - tl.full([], 4, tl.uint32)
     return prefix
 
 

@@ -16,10 +16,9 @@ def linear_onto(x: Tensor, packed: linear.Packed, residual: Tensor | None = None
     return residual.addmm_(x, packed.weight.T)
 
 
-def gated(x: Tensor, packed: linear.PackedGated, activation: str) -> Tensor:
+def gated(x: Tensor, packed: linear.Packed, activation: str) -> Tensor:
     """act(gate(x)) * up(x): one product, one kernel. See `reference.linear.gated`."""
-    assert packed.both is not None, "only the CPU splits gate and up"
-    return layers.act_mul(linear.linear(x, packed.both), activation)
+    return layers.act_mul(linear.linear(x, packed), activation)
 
 
 CUDA = OpTable(
@@ -32,7 +31,6 @@ CUDA = OpTable(
     repacks=linear.repacks,
     pack_linear=linear.pack_linear,
     linear=linear_onto,
-    pack_gated=linear.pack_gated,
     gated=gated,
     pack_experts=linear.pack_experts,
     experts=linear.experts,

@@ -1,0 +1,282 @@
+"""Products with weights, x W^T: cuBLAS, and our own kernels for few rows (1 to 64), where reading W is all the work.
+
+The weight is the left operand (its rows fill the matrix units, the few rows of x pad to 16), so one program streams a
+band of W once. With `split_k` the inner axis is divided among programs; the parts [S, R, O] float32 are added up by
+the operation that follows (`layers`) or by `linear`. A result's order of addition depends on the tile alone, not on the
+number of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import no_type_check
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foretell.ops.triton.device import DeviceLimits, ceil_div, dot_precision, limits, power_of_two
+from foretell.ops.triton.layers import act_mul, activate
+
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+MOST_ROWS = 64  # of x, for the kernels here
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a product is divided."""
+
+    outputs: int = 64  # rows of W in one program
+    rows: int = 16  # rows of x in one program
+    inner: int = 128  # of one turn
+    split_k: int = 1
+    warps: int = 4
+    stages: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A weight [O, I] and its bias, ready for `linear`. `tile` makes it one of our own products, for any rows."""
+
+    weight: Tensor
+    bias: Tensor | None  # [O]
+    tile: Tile | None = None
+
+
+def repacks(weight: Tensor) -> bool:
+    """Whether packing copies a weight: it never does."""
+    return False
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None, tile: Tile | None = None) -> Packed:
+    """Lay out a weight [O, I] for `linear`; `tile` fixes the order of addition."""
+    return Packed(weight, bias, tile)
+
+
+def pack_gated(weight: Tensor, bias: Tensor | None, tile: Tile | None = None) -> Packed:
+    """Lay out a fused gate and up projection [2 * O, I], the gate first, for `gated`."""
+    return Packed(weight, bias, tile)
+
+
+def linear(x: Tensor, packed: Packed, residual: Tensor | None = None) -> Tensor:
+    """x W^T + b (+ residual).
+
+    Args:
+        x: [R, I].
+        residual: [R, O] or None.
+
+    Returns:
+        [R, O].
+    """
+    if packed.tile is None:
+        out = F.linear(x, packed.weight, packed.bias)
+        return out if residual is None else residual + out
+    return product(x, packed.weight, packed.bias, residual, packed.tile)
+
+
+def gated(x: Tensor, packed: Packed, activation: str) -> Tensor:
+    """act(gate(x)) * up(x): [R, I] → [R, O]."""
+    if packed.tile is None:
+        return act_mul(F.linear(x, packed.weight, packed.bias), activation)
+    return gated_product(x, packed.weight, packed.bias, activation, packed.tile)
+
+
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, tile: Tile
+) -> Tensor:
+    """x W^T + b (+ residual) by our own kernel.
+
+    Args:
+        x: [R, I], the last axis dense.
+        weight: [O, I], the last axis dense.
+
+    Returns:
+        [R, O].
+    """
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+    if x.shape[0] == 0:
+        return out
+    residual = None if residual is None else residual.contiguous()
+    if tile.split_k == 1:
+        _launch(x, weight, bias, residual, out, tile)
+        return out
+    parts = product_parts(x, weight, tile)
+    block = min(1024, power_of_two(out.shape[1]))
+    _sum_kernel[(out.shape[0], ceil_div(out.shape[1], block))](
+        parts, bias, residual, out, out.shape[0], out.shape[1], PARTS=tile.split_k,
+        BIAS=bias is not None, RESIDUAL=residual is not None, BLOCK=block,
+    )  # fmt: skip
+    return out
+
+
+def product_parts(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
+    """The parts of x W^T: [S, R, O] float32, whose sum over S is the product."""
+    shape = (tile.split_k, x.shape[0], weight.shape[0])
+    parts = torch.empty(shape, dtype=torch.float32, device=x.device)
+    if x.shape[0]:
+        _launch(x, weight, None, None, parts, tile)
+    return parts
+
+
+def gated_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, tile: Tile
+) -> Tensor:
+    """act(x G^T) * (x U^T) in one kernel, W = [G; U]; the inner axis is not split.
+
+    Args:
+        x: [R, I].
+        weight: [2 * O, I].
+
+    Returns:
+        [R, O].
+    """
+    rows, inner = x.shape
+    outputs = weight.shape[0] // 2
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    if rows:
+        _gated_kernel[(ceil_div(rows, tile.rows), ceil_div(outputs, tile.outputs))](
+            x, weight, bias, out, rows, outputs, inner, x.stride(0), weight.stride(0),
+            ACTIVATION=_ACTIVATIONS[activation], BIAS=bias is not None,
+            EVEN=inner % tile.inner == 0, BLOCK_O=tile.outputs, BLOCK_M=tile.rows,
+            BLOCK_K=tile.inner, PRECISION=dot_precision(x.dtype),
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    return out
+
+
+def tile_for(rows: int, outputs: int, inner: int, itemsize: int, device: torch.device) -> Tile:
+    """A tile that keeps every processor busy with a few deep streams of W."""
+    limit = limits(device)
+    block_rows = min(64, max(16, power_of_two(rows)))
+    block_inner = 128 if itemsize <= 2 else 32
+    bands = ceil_div(outputs, 64) * ceil_div(rows, block_rows)
+    split = 1
+    while split < 8 and bands * split < 2 * limit.processors and inner // split >= 4 * block_inner:
+        split *= 2
+    stages = _stages(64 + block_rows, block_inner, itemsize, limit)
+    return Tile(64, block_rows, block_inner, split, warps=4, stages=stages)
+
+
+def _stages(rows: int, inner: int, itemsize: int, limit: DeviceLimits) -> int:
+    """Turns under way at once: two programs share a processor."""
+    return max(2, min(5, (limit.shared_bytes // 2 - 2048) // (rows * inner * itemsize)))
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    tile: Tile,
+) -> None:
+    rows, inner = x.shape
+    outputs = weight.shape[0]
+    grid = (ceil_div(rows, tile.rows), ceil_div(outputs, tile.outputs), tile.split_k)
+    _linear_kernel[grid](
+        x, weight, bias, residual, out, rows, outputs, inner, x.stride(0), weight.stride(0),
+        BIAS=bias is not None, RESIDUAL=residual is not None, EVEN=inner % tile.inner == 0,
+        BLOCK_O=tile.outputs, BLOCK_M=tile.rows, BLOCK_K=tile.inner, SPLIT=tile.split_k,
+        PRECISION=dot_precision(x.dtype), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+@triton.jit
+@no_type_check
+def _linear_kernel(
+    x, weight, bias, residual, out, rows, outputs, inner, x_row, weight_row,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+    part = tl.program_id(2)
+    k = tl.arange(0, BLOCK_K)
+    # Rows outside repeat the first ones: no mask in the loop, and they are not stored.
+    w_at = weight + (o % outputs).to(tl.int64)[:, None] * weight_row + k[None, :]
+    x_at = x + (m % rows).to(tl.int64)[:, None] * x_row + k[None, :]
+    turns = tl.cdiv(tl.cdiv(inner, BLOCK_K), SPLIT)
+    first = part * turns * BLOCK_K
+    end = tl.minimum(first + turns * BLOCK_K, inner)
+    acc = tl.zeros([BLOCK_O, BLOCK_M], dtype=tl.float32)
+    for at in range(first, end, BLOCK_K):
+        if EVEN:
+            w = tl.load(w_at + at, eviction_policy="evict_first")
+            rows_of_x = tl.load(x_at + at, eviction_policy="evict_last")
+        else:
+            inside = (at + k < inner)[None, :]
+            w = tl.load(w_at + at, mask=inside, other=0.0, eviction_policy="evict_first")
+            rows_of_x = tl.load(x_at + at, mask=inside, other=0.0, eviction_policy="evict_last")
+        acc = tl.dot(w, tl.trans(rows_of_x), acc, input_precision=PRECISION)
+    inside = (m < rows)[:, None] & (o < outputs)[None, :]
+    result = tl.trans(acc)
+    if BIAS:
+        result += tl.load(bias + o, mask=o < outputs, other=0.0).to(tl.float32)[None, :]
+    to = (part.to(tl.int64) * rows + m)[:, None] * outputs + o[None, :]
+    if RESIDUAL:
+        result = result.to(out.dtype.element_ty).to(tl.float32)
+        result += tl.load(residual + to, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + to, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def _sum_kernel(
+    parts, bias, residual, out, rows, outputs,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = o < outputs
+    result = tl.zeros([BLOCK], dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        result += tl.load(parts + (part * rows + row) * outputs + o, mask=inside, other=0.0)
+    if BIAS:
+        result += tl.load(bias + o, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        result = result.to(out.dtype.element_ty).to(tl.float32)
+        result += tl.load(residual + row * outputs + o, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * outputs + o, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def _gated_kernel(
+    x, weight, bias, out, rows, outputs, inner, x_row, weight_row,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+    k = tl.arange(0, BLOCK_K)
+    gate_at = weight + (o % outputs).to(tl.int64)[:, None] * weight_row + k[None, :]
+    up_at = gate_at + tl.cast(outputs, tl.int64) * weight_row
+    x_at = x + (m % rows).to(tl.int64)[:, None] * x_row + k[None, :]
+    gate = tl.zeros([BLOCK_O, BLOCK_M], dtype=tl.float32)
+    up = tl.zeros([BLOCK_O, BLOCK_M], dtype=tl.float32)
+    for at in range(0, inner, BLOCK_K):
+        if EVEN:
+            gate_w = tl.load(gate_at + at, eviction_policy="evict_first")
+            up_w = tl.load(up_at + at, eviction_policy="evict_first")
+            rows_of_x = tl.load(x_at + at, eviction_policy="evict_last")
+        else:
+            inside = (at + k < inner)[None, :]
+            gate_w = tl.load(gate_at + at, mask=inside, other=0.0, eviction_policy="evict_first")
+            up_w = tl.load(up_at + at, mask=inside, other=0.0, eviction_policy="evict_first")
+            rows_of_x = tl.load(x_at + at, mask=inside, other=0.0, eviction_policy="evict_last")
+        columns = tl.trans(rows_of_x)
+        gate = tl.dot(gate_w, columns, gate, input_precision=PRECISION)
+        up = tl.dot(up_w, columns, up, input_precision=PRECISION)
+    if BIAS:
+        gate += tl.load(bias + o, mask=o < outputs, other=0.0).to(tl.float32)[:, None]
+        up += tl.load(bias + outputs + o, mask=o < outputs, other=0.0).to(tl.float32)[:, None]
+    dtype = out.dtype.element_ty
+    # Rounded as the product would have been, so that fused and separate give the same.
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    result = tl.trans(activate(gate, ACTIVATION) * up)
+    inside = (m < rows)[:, None] & (o < outputs)[None, :]
+    to = m.to(tl.int64)[:, None] * outputs + o[None, :]
+    tl.store(out + to, result.to(dtype), mask=inside)
