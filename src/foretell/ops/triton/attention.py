@@ -108,7 +108,7 @@ def mask(
     if isinstance(meta, RaggedRows):
         return None
     rows, nodes = meta.positions.shape
-    tiles = ceil_div(nodes * group, _block_m(nodes * group, min(tuning.block_m, _WIDE_HEAD_ROWS)))
+    tiles = ceil_div(nodes * group, _block_m(nodes * group, min(tuning.block_m, 32)))
     counters = torch.zeros(
         rows * tiles * _KV_HEADS, dtype=torch.int32, device=meta.positions.device
     )
@@ -160,7 +160,7 @@ def _tree(
     heads, dim = q.shape[1:]
     block_size, kv_heads = kv.k.shape[1:3]
     group, tuning = heads // kv_heads, plan.tuning
-    block_m = _block_m(nodes * group, min(tuning.block_m, _most_rows(dim)))
+    block_m = _block_m(nodes * group, min(tuning.block_m, _most_rows(dim, q.dtype)))
     tile = _tile(block_m, dim, q.dtype, tuning.block_n, limits(q.device))
     tiles = ceil_div(nodes * group, block_m)
     chunk = tuning.split_tokens or 0
@@ -208,7 +208,7 @@ def _ragged(
     block_size, kv_heads = kv.k.shape[1:3]
     group = heads // kv_heads
     longest = max(rows for _, rows in meta.lengths)
-    block_m = _block_m(longest * group, _most_rows(dim))
+    block_m = _block_m(longest * group, _most_rows(dim, q.dtype))
     tile = _tile(block_m, dim, q.dtype, None, limits(q.device))
     tiles = ceil_div(longest * group, block_m)
     blocks = dense_rows(meta.blocks)
@@ -234,7 +234,9 @@ def _block_m(rows: int, most: int) -> int:
     return max(16, min(power_of_two(rows), most))
 
 
-def _most_rows(dim: int) -> int:
+def _most_rows(dim: int, dtype: torch.dtype) -> int:
+    if dtype == torch.float32:
+        return 32  # exact products are made of scalar ones: more would spill
     return 128 if dim <= 128 else _WIDE_HEAD_ROWS
 
 
@@ -243,12 +245,20 @@ def _tile(
 ) -> _Tile:
     """Keys of a tile, warps, and how many tiles are under way at once, so that they fit the shared memory."""
     padded = power_of_two(dim)
-    if block_n is None:
-        block_n = 64 if padded * dtype.itemsize <= 256 else 32
-    key_bytes = 2 * block_n * padded * dtype.itemsize
-    left = device.shared_bytes - block_m * (padded + 2 * block_n) * dtype.itemsize - 4096
-    stages = max(1, min(4 if block_m <= 32 else 3, left // key_bytes))
-    return _Tile(block_n, warps=8 if block_m * padded >= 128 * 128 else 4, stages=stages)
+    widths = (block_n,) if block_n is not None else (64, 32, 16)
+    for width in widths:
+        own = block_m * (padded + 2 * width) * dtype.itemsize + 4096  # queries, weights, the rest
+        stages = min(
+            4 if block_m <= 32 else 3,
+            (device.shared_bytes - own) // _key_bytes(width, padded, dtype),
+        )
+        if stages >= 3 or (width == widths[-1] and stages >= 1):
+            break
+    return _Tile(width, warps=8 if block_m * padded >= 128 * 128 else 4, stages=max(1, stages))
+
+
+def _key_bytes(width: int, padded: int, dtype: torch.dtype) -> int:
+    return 2 * width * padded * dtype.itemsize
 
 
 def _splits(keys: int, programs: int, block_n: int, tuning: Tuning, device: DeviceLimits) -> int:
@@ -287,12 +297,18 @@ def _store_kv_kernel(
 
 @triton.jit
 @no_type_check
+def _blocks_of(table, keys, end, BLOCK_SIZE: tl.constexpr):
+    """Blocks of a tile's keys. Loaded a turn ahead: a load that waits for another is not prefetched by the compiler."""
+    return tl.load(table + keys // BLOCK_SIZE, mask=keys < end, other=0).to(tl.int64)
+
+
+@triton.jit
+@no_type_check
 def _load_keys(
-    pages, table, keys, ok, dims, head, page, page_row,
+    pages, block, keys, ok, dims, head, page, page_row,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """[keys, DIM_PAD] of one KV head, zero where not ok: what is there may be NaN, and 0 * NaN is NaN."""
-    block = tl.load(table + keys // BLOCK_SIZE, mask=ok, other=0).to(tl.int64)
     rows = block * page + (keys % BLOCK_SIZE) * page_row + head * DIM
     inside = ok[:, None]
     if DIM_PAD != DIM:
@@ -302,16 +318,19 @@ def _load_keys(
 
 @triton.jit
 @no_type_check
-def _attend(
-    q, k, v, visible, acc, peak, mass, scale, softcap,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One tile of the running softmax (arXiv 2205.14135), in powers of two."""
+def _score(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Scores of a tile, in units whose exponential is a power of two."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if SOFTCAP:
         # tanh(x) = 1 - 2 / (1 + exp(2 x)), whose ends are right where exp overflows.
         scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))
-    scores = tl.where(visible, scores * 1.4426950408889634, float("-inf"))
+    return scores * 1.4426950408889634
+
+
+@triton.jit
+@no_type_check
+def _gather(scores, v, acc, peak, mass, PRECISION: tl.constexpr):
+    """One tile of the running softmax (arXiv 2205.14135), in powers of two; an unseen key scores -inf."""
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # nothing seen yet
     weights = tl.exp2(scores - safe[:, None])
@@ -373,44 +392,34 @@ def _tree_kernel(
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     table = blocks + request * table_row
 
-    for base in range(start, tl.minimum(end, tail), BLOCK_N):
-        keys = base + places
-        ok = keys >= low
-        k = _load_keys(
-            k_pages, table, keys, ok, dims, head, page, page_row, DIM, DIM_PAD, BLOCK_SIZE
-        )
-        v = _load_keys(
-            v_pages, table, keys, ok, dims, head, page, page_row, DIM, DIM_PAD, BLOCK_SIZE
-        )
-        visible = ok[None, :]
-        if WINDOW:
-            visible = visible & (position[:, None] - keys[None, :] < window)
-        acc, peak, mass = _attend(
-            queries, k, v, visible, acc, peak, mass, scale, softcap, SOFTCAP, PRECISION
-        )
-    for base in range(tl.maximum(start, tail), end, BLOCK_N):
+    block = _blocks_of(table, start + places, end, BLOCK_SIZE)
+    for base in range(start, end, BLOCK_N):
         keys = base + places
         ok = (keys >= low) & (keys < total)
         k = _load_keys(
-            k_pages, table, keys, ok, dims, head, page, page_row, DIM, DIM_PAD, BLOCK_SIZE
+            k_pages, block, keys, ok, dims, head, page, page_row, DIM, DIM_PAD, BLOCK_SIZE
         )
         v = _load_keys(
-            v_pages, table, keys, ok, dims, head, page, page_row, DIM, DIM_PAD, BLOCK_SIZE
+            v_pages, block, keys, ok, dims, head, page, page_row, DIM, DIM_PAD, BLOCK_SIZE
         )
-        behind = tl.maximum(keys - shared, 0).to(tl.int64)
-        behind = tl.minimum(behind, 63)
-        in_tail = keys >= shared
-        visible = ((seen[:, None] >> behind[None, :]) & 1) > 0
-        visible = tl.where(in_tail[None, :], visible, keys[None, :] >= first_key) & ok[None, :]
+        block = _blocks_of(table, keys + BLOCK_N, end, BLOCK_SIZE)
+        scores = _score(queries, k, scale, softcap, SOFTCAP, PRECISION)
+        scores = tl.where(ok[None, :], scores, float("-inf"))
+        if base >= tail:  # some key is a tail key: the ancestor bits decide
+            behind = tl.minimum(tl.maximum(keys - shared, 0), 63).to(tl.int64)
+            ancestor = ((seen[:, None] >> behind[None, :]) & 1) > 0
+            visible = tl.where((keys >= shared)[None, :], ancestor, (keys >= first_key)[None, :])
+            scores = tl.where(visible, scores, float("-inf"))
         if WINDOW:
+            in_tail = keys >= shared
+            place = tl.minimum(tl.maximum(keys - shared, 0), tails - 1)
             key_position = tl.load(
-                tail_positions + request * tail_row + behind, mask=in_tail & ok, other=0
+                tail_positions + request * tail_row + place, mask=in_tail & ok, other=0
             )
             key_position = tl.where(in_tail, key_position, keys.to(tl.int64))
-            visible = visible & (position[:, None] - key_position[None, :] < window)
-        acc, peak, mass = _attend(
-            queries, k, v, visible, acc, peak, mass, scale, softcap, SOFTCAP, PRECISION
-        )
+            near = position[:, None] - key_position[None, :] < window
+            scores = tl.where(near, scores, float("-inf"))
+        acc, peak, mass = _gather(scores, v, acc, peak, mass, PRECISION)
 
     row = node * heads + query_head  # within the request
     width = nodes * heads
@@ -541,7 +550,6 @@ def _ragged_kernel(
     if WINDOW:
         low = tl.maximum(first_key, first_row - window + 1)
     end = last_row + 1
-    everyone = (first_row + 1) // BLOCK_N * BLOCK_N  # keys below it precede every row
 
     at = (offset + row) * q_row + query_head * q_head
     inside = own[:, None]
@@ -554,36 +562,23 @@ def _ragged_kernel(
     table = blocks + request.to(tl.int64) * table_row
 
     begin = low // BLOCK_N * BLOCK_N
-    for base in range(begin, everyone, BLOCK_N):
-        keys = base + places
-        ok = keys >= low
-        k = _load_keys(
-            k_pages, table, keys, ok, dims, head, page, page_row, DIM, DIM_PAD, BLOCK_SIZE
-        )
-        v = _load_keys(
-            v_pages, table, keys, ok, dims, head, page, page_row, DIM, DIM_PAD, BLOCK_SIZE
-        )
-        visible = ok[None, :]
-        if WINDOW:
-            visible = visible & (index[:, None] - keys[None, :] < window)
-        acc, peak, mass = _attend(
-            queries, k, v, visible, acc, peak, mass, scale, softcap, SOFTCAP, PRECISION
-        )
-    for base in range(tl.maximum(begin, everyone), end, BLOCK_N):
+    block = _blocks_of(table, begin + places, end, BLOCK_SIZE)
+    for base in range(begin, end, BLOCK_N):
         keys = base + places
         ok = (keys >= low) & (keys < end)
         k = _load_keys(
-            k_pages, table, keys, ok, dims, head, page, page_row, DIM, DIM_PAD, BLOCK_SIZE
+            k_pages, block, keys, ok, dims, head, page, page_row, DIM, DIM_PAD, BLOCK_SIZE
         )
         v = _load_keys(
-            v_pages, table, keys, ok, dims, head, page, page_row, DIM, DIM_PAD, BLOCK_SIZE
+            v_pages, block, keys, ok, dims, head, page, page_row, DIM, DIM_PAD, BLOCK_SIZE
         )
+        block = _blocks_of(table, keys + BLOCK_N, end, BLOCK_SIZE)
+        scores = _score(queries, k, scale, softcap, SOFTCAP, PRECISION)
         visible = ok[None, :] & (keys[None, :] <= index[:, None])
         if WINDOW:
             visible = visible & (index[:, None] - keys[None, :] < window)
-        acc, peak, mass = _attend(
-            queries, k, v, visible, acc, peak, mass, scale, softcap, SOFTCAP, PRECISION
-        )
+        scores = tl.where(visible, scores, float("-inf"))
+        acc, peak, mass = _gather(scores, v, acc, peak, mass, PRECISION)
     divided = acc / tl.where(mass == 0.0, 1.0, mass)[:, None]
     at = ((offset + row) * heads + query_head) * DIM
     tl.store(out + at[:, None] + dims[None, :], divided.to(out.dtype.element_ty), mask=inside)

@@ -114,7 +114,7 @@ def route(router: Tensor, chosen: int) -> Routes:
     _route_kernel[(1,)](
         router, routes.rows, routes.offsets, routes.places, routes.weights, rows, count,
         CHOSEN=chosen, EXPERTS=power_of_two(count),
-        BLOCK=min(_ROUTE_ROWS, power_of_two(rows)), num_warps=4,
+        BLOCK=min(_ROUTE_ROWS, max(32, power_of_two(rows))), num_warps=4,
     )  # fmt: skip
     return routes
 
