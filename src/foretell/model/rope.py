@@ -1,8 +1,8 @@
 """Rotary position embedding: its settings, and the cosines and sines of a forward pass.
 
 Not the rotation itself (that is `ops.rope_store`), and no table: angles are computed from positions once per forward,
-so no length is too long. Every row's angles depend on its own position alone, whatever else is in the batch: that is what
-keeps a token's KV the same in every chunking, batch and draft.
+so no length is too long. Every row's angles depend on its own position alone, whatever else is in the batch: that
+is what keeps a token's KV the same in every chunking, batch and draft.
 """
 
 from __future__ import annotations

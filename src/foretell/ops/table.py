@@ -32,7 +32,6 @@ class OpTable:
     repacks: Callable[[Tensor], bool]  # whether packing copies this weight
     pack_linear: Callable[[Tensor, Tensor | None], Opaque]
     linear: Callable[..., Tensor]  # (x, packed, residual=None)
-    pack_gated: Callable[[Tensor, Tensor | None], Opaque]
     gated: Callable[[Tensor, Opaque, str], Tensor]
     pack_experts: Callable[[Tensor, Tensor], Opaque]
     experts: Callable[[Tensor, Tensor, Opaque, int, str], Tensor]
@@ -49,7 +48,6 @@ REFERENCE = OpTable(
     repacks=linear.repacks,
     pack_linear=linear.pack_linear,
     linear=linear.linear,
-    pack_gated=linear.pack_gated,
     gated=linear.gated,
     pack_experts=linear.pack_experts,
     experts=linear.experts,

@@ -20,11 +20,6 @@ from torch import Tensor
 from foretell.ops.reference.layers import act_mul
 
 _ROWS_HINT = 8  # rows a product is laid out for: a few requests, or one draft tree
-_ONEDNN_ACTIVATIONS = {
-    "silu": ("swish", ""),
-    "gelu": ("gelu", "none"),
-    "gelu_tanh": ("gelu", "tanh"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +32,10 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedGated:
-    """Gate and up projections, ready for `gated`: one product, or two with the activation fused into them."""
-
-    both: Packed | None
-    gate: Packed | None
-    up: Packed | None
-
-
-@dataclass(frozen=True, slots=True)
 class PackedExperts:
     """The MLPs of a mixture of experts, ready for `experts`."""
 
-    gate_up: tuple[PackedGated, ...]
+    gate_up: tuple[Packed, ...]
     down: tuple[Packed, ...]
 
 
@@ -106,41 +92,18 @@ def linear(x: Tensor, packed: Packed, residual: Tensor | None = None) -> Tensor:
     return added
 
 
-def pack_gated(weight: Tensor, bias: Tensor | None) -> PackedGated:
-    """Lay out a fused gate and up projection for `gated`.
-
-    Args:
-        weight: [2 * O, I], the gate first.
-        bias: [2 * O] or None.
-    """
-    if not repacks(weight):
-        return PackedGated(both=pack_linear(weight, bias), gate=None, up=None)
-    gate, up = weight.chunk(2)
-    gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
-    return PackedGated(both=None, gate=pack_linear(gate, gate_bias), up=pack_linear(up, up_bias))
-
-
-def gated(x: Tensor, packed: PackedGated, activation: str) -> Tensor:
-    """act(gate(x)) * up(x).
+def gated(x: Tensor, packed: Packed, activation: str) -> Tensor:
+    """act(gate(x)) * up(x), gate and up from one product (faster here than two with fused activations).
 
     Args:
         x: [R, I].
+        packed: of [2 * O, I], the gate first.
         activation: "silu", "gelu" or "gelu_tanh".
 
     Returns:
         [R, O].
     """
-    if packed.both is not None:
-        return act_mul(linear(x, packed.both), activation)
-    gate, up = packed.gate, packed.up
-    assert gate is not None, "neither fused nor split"
-    assert up is not None, "neither fused nor split"
-    product = torch.ops.mkldnn._linear_pointwise
-    name, algorithm = _ONEDNN_ACTIVATIONS[activation]
-    scalars = [1.0] if name == "swish" else []
-    acted = product(x, gate.weight, gate.bias, name, scalars, algorithm)
-    out: Tensor = product.binary(x, acted, up.weight, up.bias, "mul")
-    return out
+    return act_mul(linear(x, packed), activation)
 
 
 def pack_experts(gate_up: Tensor, down: Tensor) -> PackedExperts:
@@ -151,7 +114,7 @@ def pack_experts(gate_up: Tensor, down: Tensor) -> PackedExperts:
         down: [E, H, I].
     """
     return PackedExperts(
-        gate_up=tuple(pack_gated(weight, None) for weight in gate_up.unbind()),
+        gate_up=tuple(pack_linear(weight, None) for weight in gate_up.unbind()),
         down=tuple(pack_linear(weight, None) for weight in down.unbind()),
     )
 

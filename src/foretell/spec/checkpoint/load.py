@@ -145,7 +145,7 @@ def _eagle(reading: EagleReading, family: Family, acceptance: Acceptance, wanted
         grows=growth is not None,
         draws=drafter.draws,
         scratch=max(drafter.scratch, tree.nodes),
-        longest=reading.net.parts.layer.max_position,
+        longest=None,  # heads' configs often say 2048 and draft well beyond; what fails only costs acceptance
         notes=(*reading.notes, told(shape)),
     )
 
