@@ -2,9 +2,9 @@
 
     python bench/cpu.py --models DIR [--prompts N] [--part NAME ...] [--out FILE]
 
-DIR holds smollm2-135m.gguf, and for the part `pair` qwen2.5-coder-1.5b.gguf and qwen2.5-coder-0.5b.gguf. Every comparison
-alternates its sides within one run, and reports medians: only the ratios are meant to be compared across machines. The
-last line is one JSON object.
+DIR holds smollm2-135m.gguf, and for the part `pair` qwen2.5-coder-1.5b.gguf and qwen2.5-coder-0.5b.gguf. Every
+comparison alternates its sides within one run, and reports medians: only the ratios are meant to be compared across
+machines. The last line is one JSON object.
 """
 
 from __future__ import annotations
