@@ -84,7 +84,7 @@ def verification(rows: int, nodes: int, context: int) -> Verification:
 
 
 def attend(
-    case: Verification, meta: TreeRows, plan: attention.TreePlan | None, q: Tensor | None = None
+    case: Verification, meta: TreeRows, plan: attention.Plan, q: Tensor | None = None
 ) -> Tensor:
     """Run the kernel."""
     q = case.q if q is None else q
@@ -198,8 +198,10 @@ def _prefill_case(bench: Bench, chunks: list[tuple[int, int]]) -> None:
     wide = LayerKV(kv.k.float(), kv.v.float())
     expected = reference_attention.attention(q.float(), wide, meta, mask, None, DIM**-0.5, None)
 
+    plan = attention.mask(meta, None, BLOCK, HEADS // KV_HEADS, DTYPE)
+
     def call() -> Tensor:
-        return attention.attention(q, kv, meta, None, None, DIM**-0.5, None)
+        return attention.attention(q, kv, meta, plan, None, DIM**-0.5, None)
 
     error = relative(call(), expected)
     pairs = sum(rows * start + rows * (rows + 1) / 2 for start, rows in chunks)
@@ -426,6 +428,9 @@ def _linear_case(bench: Bench, name: str, weights: list[Tensor], rows: int) -> N
     expected = x.float() @ weights[0].float().T
     chosen = linear.tile_for(rows, outputs, inner, 2, x.device)
     _product_case(bench, "own tile_for", label, x, weights, chosen, expected, nbytes)
+    if rows in (1, 6, 48):
+        fixed = linear.fixed_tile(weights[0])
+        _product_case(bench, "own fixed", label, x, weights, fixed, expected, nbytes)
     if rows in (1, 6, 48) and time.monotonic() < bench.deadline - 20:
         _best_tile(bench, label, x, weights, expected, nbytes)
     if name == "gate_up" and rows in (1, 6, 48):

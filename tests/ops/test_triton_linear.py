@@ -72,9 +72,12 @@ def test_gated_product_is_product_and_activation(
 ) -> None:
     x, weight = noise(rows, inner, dtype=dtype), noise(2 * outputs, inner, dtype=dtype)
     bias = noise(2 * outputs, dtype=dtype)
-    out = linear.gated(x, linear.pack_gated(weight, bias, SMALL), activation)
+    out = linear.gated(x, linear.pack_linear(weight, bias, SMALL), activation)
     both = x.double() @ weight.double().T + bias.double()
-    assert error(out, reference_layers.act_mul(both, activation)) < tolerance(dtype)
+    expected = reference_layers.act_mul(both, activation)
+    assert error(out, expected) < tolerance(dtype)
+    fused = linear.gated_product(x, weight, bias, activation, SMALL)
+    assert error(fused, expected) < tolerance(dtype)
 
 
 @pytest.mark.parametrize(

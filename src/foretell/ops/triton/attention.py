@@ -36,6 +36,7 @@ _MAX_SPLITS = 64
 _WIDE_HEAD_ROWS = (
     64  # rows of a product whose heads are wider than 128: more would not fit the registers
 )
+_FIXED_ROWS = 64  # rows of a product over ragged rows, where they must not depend on the batch
 _NONE, _APART, _INSIDE = (
     0,
     1,
@@ -67,11 +68,13 @@ FIXED = Tuning(split_tokens=512, block_m=16, block_n=64, join_inside=False)
 
 
 @dataclass(frozen=True, slots=True)
-class TreePlan:
+class Plan:
     """What `attention` needs besides the meta, made once per forward pass and shared by its layers."""
 
-    counters: Tensor  # [B * tiles * _KV_HEADS] int32, zero between launches
     tuning: Tuning
+    counters: (
+        Tensor | None
+    )  # [B * tiles * _KV_HEADS] int32, zero between launches; None for ragged rows
 
 
 def store_kv(k: Tensor, v: Tensor, kv: LayerKV, kv_slots: Tensor) -> None:
@@ -98,7 +101,7 @@ def mask(
     group: int,
     dtype: torch.dtype,
     tuning: Tuning = FAST,
-) -> TreePlan | None:
+) -> Plan:
     """What `attention` needs for this meta; the kernels make their masks from the meta itself.
 
     Args:
@@ -106,20 +109,20 @@ def mask(
         tuning: how the work is divided.
     """
     if isinstance(meta, RaggedRows):
-        return None
+        return Plan(tuning, None)
     rows, nodes = meta.positions.shape
     tiles = ceil_div(nodes * group, _block_m(nodes * group, min(tuning.block_m, 32)))
     counters = torch.zeros(
         rows * tiles * _KV_HEADS, dtype=torch.int32, device=meta.positions.device
     )
-    return TreePlan(counters, tuning)
+    return Plan(tuning, counters)
 
 
 def attention(
     q: Tensor,
     kv: LayerKV,
     meta: Meta,
-    mask: TreePlan | None,
+    mask: Plan,
     window: int | None,
     scale: float,
     softcap: float | None,
@@ -139,10 +142,9 @@ def attention(
     if q.shape[0] == 0:
         return out
     if isinstance(meta, TreeRows):
-        assert mask is not None, "tree rows need a plan"
         _tree(q, kv, meta, mask, window, scale, softcap, out)
     else:
-        _ragged(q, kv, meta, window, scale, softcap, out)
+        _ragged(q, kv, meta, mask.tuning, window, scale, softcap, out)
     return out
 
 
@@ -150,7 +152,7 @@ def _tree(
     q: Tensor,
     kv: LayerKV,
     meta: TreeRows,
-    plan: TreePlan,
+    plan: Plan,
     window: int | None,
     scale: float,
     softcap: float | None,
@@ -168,7 +170,9 @@ def _tree(
     programs = rows * tiles * kv_heads
     splits = _splits(meta.keys, programs, tile.block_n, tuning, limits(q.device))
     join = _joins(splits, block_m * dim * 4 * splits, tuning)
-    assert programs <= plan.counters.numel(), (programs, plan.counters.numel())
+    counters = plan.counters
+    assert counters is not None, "the plan is for ragged rows"
+    assert programs <= counters.numel(), (programs, counters.numel())
     # Without parts these are never touched, but a kernel's argument must be something.
     parts, stats = out, out
     if join != _NONE:
@@ -177,7 +181,7 @@ def _tree(
     bits, positions = dense_rows(meta.bits), dense_rows(meta.positions)
     tail_positions, blocks = dense_rows(meta.tail_positions), dense_rows(meta.blocks)
     _tree_kernel[(tiles * kv_heads, splits, rows)](
-        q, kv.k, kv.v, out, parts, stats, plan.counters,
+        q, kv.k, kv.v, out, parts, stats, counters,
         blocks, meta.context.contiguous(), bits, tail_positions, positions,
         scale, softcap or 1.0, window or 0, meta.first_key,
         q.stride(0), q.stride(1), kv.k.stride(0), kv.k.stride(1),
@@ -199,6 +203,7 @@ def _ragged(
     q: Tensor,
     kv: LayerKV,
     meta: RaggedRows,
+    tuning: Tuning,
     window: int | None,
     scale: float,
     softcap: float | None,
@@ -209,6 +214,8 @@ def _ragged(
     group = heads // kv_heads
     longest = max(rows for _, rows in meta.lengths)
     block_m = _block_m(longest * group, _most_rows(dim, q.dtype))
+    if tuning.split_tokens is not None:
+        block_m = min(_FIXED_ROWS, _most_rows(dim, q.dtype))  # however long the chunks are
     tile = _tile(block_m, dim, q.dtype, None, limits(q.device))
     tiles = ceil_div(longest * group, block_m)
     blocks = dense_rows(meta.blocks)

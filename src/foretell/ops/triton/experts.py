@@ -28,6 +28,7 @@ class PackedExperts:
 
     gate_up: Tensor  # [E, 2 * I, H], the gate first
     down: Tensor  # [E, H, I]
+    tile: Tile | None = None  # None: by the number of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +41,20 @@ class Routes:
     weights: Tensor  # [R, chosen] float32, renormalised
 
 
-def pack_experts(gate_up: Tensor, down: Tensor) -> PackedExperts:
+def pack_experts(gate_up: Tensor, down: Tensor, tile: Tile | None = None) -> PackedExperts:
     """Lay out E experts for `experts`.
 
     Args:
         gate_up: [E, 2 * I, H].
         down: [E, H, I].
+        tile: fixes the order of addition.
     """
-    return PackedExperts(gate_up.contiguous(), down.contiguous())
+    return PackedExperts(gate_up.contiguous(), down.contiguous(), tile)
+
+
+def fixed_tile(weight: Tensor) -> Tile:
+    """A tile that does not depend on the rows."""
+    return _tile(64, 4, weight)
 
 
 def experts(
@@ -70,7 +77,7 @@ def experts(
         return out
     routes = route(router, chosen)
     pairs = rows * chosen
-    tile = _tile(pairs, count, x)
+    tile = packed.tile or _tile(pairs, count, x)
     # An expert's last tile may be partly empty, and an expert without rows has none.
     tiles = min(pairs, ceil_div(pairs, tile.rows) + count)
     acted = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)

@@ -51,12 +51,7 @@ def repacks(weight: Tensor) -> bool:
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None, tile: Tile | None = None) -> Packed:
-    """Lay out a weight [O, I] for `linear`; `tile` fixes the order of addition."""
-    return Packed(weight, bias, tile)
-
-
-def pack_gated(weight: Tensor, bias: Tensor | None, tile: Tile | None = None) -> Packed:
-    """Lay out a fused gate and up projection [2 * O, I], the gate first, for `gated`."""
+    """Lay out a weight [O, I] for `linear` or (gate first, then up) for `gated`; `tile` fixes the order of addition."""
     return Packed(weight, bias, tile)
 
 
@@ -78,9 +73,7 @@ def linear(x: Tensor, packed: Packed, residual: Tensor | None = None) -> Tensor:
 
 def gated(x: Tensor, packed: Packed, activation: str) -> Tensor:
     """act(gate(x)) * up(x): [R, I] → [R, O]."""
-    if packed.tile is None:
-        return act_mul(F.linear(x, packed.weight, packed.bias), activation)
-    return gated_product(x, packed.weight, packed.bias, activation, packed.tile)
+    return act_mul(linear(x, packed), activation)
 
 
 def product(
@@ -157,6 +150,12 @@ def tile_for(rows: int, outputs: int, inner: int, itemsize: int, device: torch.d
         split *= 2
     stages = _stages(64 + block_rows, block_inner, itemsize, limit)
     return Tile(64, block_rows, block_inner, split, warps=4, stages=stages)
+
+
+def fixed_tile(weight: Tensor) -> Tile:
+    """A tile that depends on the weight alone: with it a row's result does not depend on the rows beside it."""
+    outputs, inner = weight.shape
+    return tile_for(MOST_ROWS, outputs, inner, weight.element_size(), weight.device)
 
 
 def _stages(rows: int, inner: int, itemsize: int, limit: DeviceLimits) -> int:
