@@ -1,6 +1,6 @@
 """Speed on one GPU: dummy models of a named shape, plain and with EAGLE-3, whole requests, prefill included.
 
-    python bench/gpu.py [--shape llama-3.1-8b] [--batch 1 8 32 128] [--k 5] [--mean 4.0] [--check] [--profile DIR]
+    python bench/gpu.py [--shape llama-3.1-8b] [--batch 1 8 32 128] [--k 5] [--mean 4.0] [--check] [--profile]
 
 Weights are random, prompts are random token ids, and acceptance is forced (here, by replacing the accept rule in this
 process; no server or library call can do it), so the figures say what a step costs and nothing about quality. The floor
@@ -15,6 +15,7 @@ import json
 import os
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -117,8 +118,6 @@ def target_of(shape: str, dtype: torch.dtype, device: torch.device) -> Decoder:
 
 def eagle3(target: Decoder, vocabulary: int) -> EagleDrafter:
     """A one-layer EAGLE-3 head with a reduced vocabulary."""
-    from dataclasses import replace
-
     layer = replace(target.config, layers=1, windows=(None,), layer_ropes=(0,))
     vocabulary = min(vocabulary, target.config.vocab_size)
     parts = NetParts(layer=layer, own_embedding=0, own_head=vocabulary)
@@ -165,7 +164,6 @@ def engine_of(target: Decoder, drafter: Drafter, k: int, batch: int, eager: bool
         drafter=Ngram(num_speculative_tokens=k) if k else None,
     )
     built = assemble(config, Parts(target, drafter, target.dtype), tokenizer=None)
-    built.runner.graphs.enabled = built.runner.graphs.enabled and not eager
     return engine_around(built, config)
 
 
@@ -221,21 +219,14 @@ def check(device: torch.device) -> dict[str, object]:
             found[f"eagle3 k={k} eager={eager}"] = run(engine, prompts, 48)[0] == plain
             found[f"replays k={k} eager={eager}"] = engine.runner.graphs.replays
     cpu = target_of("tiny", torch.float32, torch.device("cpu"))
-    for (name, ours), (_, theirs) in zip(
-        cpu.named_parameters(), target.named_parameters(), strict=True
-    ):
+    for ours, theirs in zip(cpu.parameters(), target.parameters(), strict=True):
         ours.data.copy_(theirs.data)
-        del name
-    reference = run_cpu(cpu, prompts)
+    reference = run(engine_of(cpu, NoDrafter(), 0, 8), prompts, 48)[0]
     found["cpu reference"] = sum(a == b for a, b in zip(reference, plain, strict=True))
     return found
 
 
-def run_cpu(target: Decoder, prompts: list[list[int]]) -> list[list[int]]:
-    return run(engine_of(target, NoDrafter(), 0, 8), prompts, 48)[0]
-
-
-def measure(target: Decoder, k: int, batch: int, mean: float, repeats: int) -> dict[str, object]:
+def measure(target: Decoder, k: int, batch: int, repeats: int) -> dict[str, object]:
     drafter: Drafter = eagle3(target, DRAFT_VOCABULARY) if k else NoDrafter()
     engine = engine_of(target, drafter, k, batch)
     prompts = random_prompts(batch, target.config.vocab_size)
@@ -308,7 +299,7 @@ def main() -> None:
     for batch in arguments.batch:
         for k in (0, arguments.k):
             try:
-                rows.append(measure(target, k, batch, arguments.mean, arguments.repeats))
+                rows.append(measure(target, k, batch, arguments.repeats))
             except Exception as error:  # a variant that fails must not lose the others' figures
                 rows.append(
                     {"k": k, "requests": batch, "error": f"{type(error).__name__}: {error}"[:500]}
