@@ -15,7 +15,7 @@ from typing import Protocol
 from foretell.engine.request import Request
 from foretell.engine.scheduler import Scheduler
 from foretell.runner.outbox import Ticket
-from foretell.runner.plan import Plan, SlotResult
+from foretell.runner.plan import SlotResult
 from foretell.runner.runner import Runner
 from foretell.sampling_params import SamplingParams
 
@@ -158,14 +158,12 @@ class Engine:
         ):
             deltas += self._collect(self._pending.popleft(), ended)
         if plan is not None:
-            drafted = self.runner.draft(plan, self._ended_in(plan, ended))
+            # Known to be over: only where this very plan was collected, since `ended` speaks of the last ticket opened.
+            over = frozenset() if self._pending else frozenset(ended)
+            drafted = self.runner.draft(plan, over)
             if drafted is False:
                 self.scheduler.nothing_drafted()
         return deltas
-
-    def _ended_in(self, plan: Plan, ended: set[int]) -> frozenset[int]:
-        """Slots of this very plan whose request is known to be over, so that no draft is made for it."""
-        return frozenset() if self._pending else frozenset(ended)
 
     def _collect(self, ticket: Ticket, ended: set[int]) -> list[Delta]:
         deltas = []
