@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretell.model.decoder import Decoder
 from foretell.ops.meta import LayerKV, Meta, RaggedRows, flat_slots
@@ -142,3 +143,16 @@ class Request:
     ) -> Draft:
         shape = static_shape(tree, CPU) if isinstance(tree, Tree) else tree
         return self.drafter.propose(self.window(tokens, features, rule), shape)
+
+
+class NoHost(TorchDispatchMode):
+    """Refuses operations whose result, or its shape, the host would have to wait for."""
+
+    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2")
+
+    def __torch_dispatch__(
+        self, func: object, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:  # type: ignore[type-arg]
+        name = str(func).split(".")[1]
+        assert name not in self.REFUSED, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))  # type: ignore[operator]

@@ -16,10 +16,19 @@ from foretell.ops.meta import LayerKV, Meta
 from foretell.ops.table import REFERENCE
 from foretell.runner.build import Parts, assemble
 from foretell.runner.outbox import Ticket
-from foretell.runner.plan import StepResult
+from foretell.runner.plan import LogprobRow, StepResult
 from foretell.sampling_params import SamplingParams
 from foretell.spec.autoregressive import DraftModelDrafter
-from foretell.spec.drafter import Draft, Drafter, KVSpec, KVView, NoDrafter, PromptRows, Window
+from foretell.spec.drafter import (
+    Draft,
+    Drafter,
+    KVSpec,
+    KVView,
+    Learner,
+    NoDrafter,
+    PromptRows,
+    Window,
+)
 from foretell.spec.nodes import Shape
 from foretell.spec.tree import Tree, chain
 from foretell.spec.verify import Acceptance
@@ -85,8 +94,8 @@ class Run:
     finish: str | None = None
     stop_reason: int | None = None
     deltas: list[Delta] = field(default_factory=list)
-    logprobs: list[dict[int, float]] = field(default_factory=list)
-    prompt_logprobs: list[dict[int, float]] = field(default_factory=list)
+    logprobs: list[LogprobRow] = field(default_factory=list)
+    prompt_logprobs: list[LogprobRow] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
 
@@ -143,6 +152,10 @@ def make_lab(
     target: Decoder | None = None,
     acceptance: str = "match",
     longest: int | None = None,
+    learner: Learner | None = None,
+    grows: bool | None = None,
+    draws: bool | None = None,
+    scratch: int | None = None,
     **config: object,
 ) -> Lab:
     """An engine around `target` (default: the tiny decoder of seed 0) and a drafter object.
@@ -150,6 +163,8 @@ def make_lab(
     Args:
         tree: what is drafted, or the bound of the trees that the drafter grows.
         longest: tokens of the longest text the drafter was made for.
+        grows, draws, scratch: see Parts; None = as the drafter says.
+        learner: hears the texts of requests that ended, with eight prompt tokens before them.
     """
     target = tiny_decoder(0) if target is None else target
     drafter = NoDrafter() if drafter is None else drafter
@@ -167,10 +182,12 @@ def make_lab(
         drafter,
         torch.float64,
         tree=tree,
-        grows=getattr(drafter, "growth", None) is not None,
-        draws=getattr(drafter, "draws", False),
-        scratch=getattr(drafter, "scratch", 0),
+        grows=getattr(drafter, "growth", None) is not None if grows is None else grows,
+        draws=getattr(drafter, "draws", False) if draws is None else draws,
+        scratch=getattr(drafter, "scratch", 0) if scratch is None else scratch,
         longest=longest,
+        learner=learner,
+        learned_prompt=8,
     )
     return Lab(engine_around(assemble(full, parts, tokenizer=None), full))
 

@@ -32,6 +32,7 @@ def engine_around(built: Built, config: EngineConfig, watcher: Watcher | None = 
         scratch=built.scratch,
         drafter_kv=built.drafter_kv,
         drafted_length=built.drafted_length,
+        learned_prompt=built.learned_prompt,
     )
     return Engine(
         built.runner,

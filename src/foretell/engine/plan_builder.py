@@ -40,6 +40,7 @@ class PlanBuilder:
     decoding: list[int] = field(default_factory=list)
     undrafted: set[int] = field(default_factory=set)
     entries: list[Entry] = field(default_factory=list)
+    past: list[tuple[int, ...]] = field(default_factory=list)
     promised: set[bytes] = field(default_factory=set)  # hashes of blocks that the chunks will fill
 
     def admit(self, request: Request) -> None:
@@ -109,4 +110,5 @@ class PlanBuilder:
             next_tree=self.next_tree,
             keys=self.keys,
             undrafted=frozenset(self.undrafted),
+            past=tuple(self.past),
         )

@@ -43,6 +43,7 @@ class Scheduler:
         scratch: key indices past the committed length that the drafter writes while it drafts.
         drafter_kv: the drafter keeps KV of its own behind the block ids.
         drafted_length: longest text that is drafted for; None = `max_model_len`.
+        learned_prompt: the drafter learns of texts that ended, with so many prompt tokens before them; None = no.
 
     Raises:
         ValueError: a limit is below 1, the policy is unknown, or no tree fits the token budget.
@@ -59,6 +60,7 @@ class Scheduler:
         scratch: int = 0,
         drafter_kv: bool = True,
         drafted_length: int | None = None,
+        learned_prompt: int | None = None,
     ) -> None:
         _check_limits(max_num_seqs, max_num_batched_tokens, max_model_len, trees, scheduling)
         self.blocks = blocks
@@ -70,6 +72,8 @@ class Scheduler:
         self.scratch = scratch
         self.drafter_kv = drafter_kv
         self.drafted_length = max_model_len if drafted_length is None else drafted_length
+        self.learned_prompt = learned_prompt
+        self._past: list[tuple[int, ...]] = []  # texts that ended since the last plan
         self.waiting: list[Request] = []  # best rank first
         self.running: list[Request] = []  # best rank first
         self.preemptions = 0
@@ -325,6 +329,7 @@ class Scheduler:
         if build.drafts_nothing:
             build.next_tree = self._by_size[-1]
         self._drafted_tree = build.next_tree
+        build.past, self._past = self._past, []
         return build.close()
 
     # Blocks.
@@ -413,6 +418,9 @@ class Scheduler:
         request.status = Status.DONE
         request.finish = finish
         del self._requests[request.id]
+        if self.learned_prompt is not None and finish != "error" and request.output:
+            start = max(0, request.prompt_length - self.learned_prompt)
+            self._past.append(tuple(request.tokens[start:]))
         if request.slot >= 0:
             self._leaving.append(request)
             self._let_go(request)

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-from foretell.config import DraftCheckpoint, EngineConfig
+from foretell.config import EngineConfig, checkpoint_of
 from foretell.model.decoder import Decoder
 from foretell.runner.kv import KVPool
 from foretell.runner.memory import available_bytes, weights_bytes
 from foretell.runner.runner import Runner
 from foretell.runner.slots import STOP_IDS, Slots, SlotSizes
 from foretell.runner.step import Device
-from foretell.spec.drafter import Drafter, KVSpec, KVView
+from foretell.spec.drafter import Drafter, KVSpec, KVView, Learner
 from foretell.spec.tree import Tree, chain
 from foretell.spec.tree_spec import static_tree
 from foretell.spec.verify import Acceptance, Typical
@@ -45,6 +45,9 @@ class Built:
     scratch: int  # key indices behind the committed text that the drafter writes
     drafter_kv: bool  # the drafter has KV behind the block ids
     drafted_length: int  # longest text that is drafted for
+    learned_prompt: (
+        int | None
+    )  # prompt tokens that go before the texts of ended requests; None = nobody learns
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ class Parts:
         draws: drafts bring the laws they were drawn from.
         scratch: key indices behind the committed text that the drafter writes.
         longest: tokens of the longest text it was made for; None = no limit.
+        learner: hears the texts of requests that ended.
+        learned_prompt: how many of their prompts' last tokens it wants before them.
     """
 
     target: Decoder
@@ -68,6 +73,8 @@ class Parts:
     draws: bool = False
     scratch: int = 0
     longest: int | None = None
+    learner: Learner | None = None
+    learned_prompt: int = 0
 
 
 def assemble(config: EngineConfig, parts: Parts, tokenizer: Tokenizer | None) -> Built:
@@ -107,7 +114,7 @@ def assemble(config: EngineConfig, parts: Parts, tokenizer: Tokenizer | None) ->
         slots.draft_probs = torch.zeros(shape, dtype=torch.float32, device=device)
     drafter.bind(target, KVView(kv.drafter, config.block_size) if drafter.kv else None)
     everything = Device(target, drafter, slots, kv, acceptance, Typical())
-    runner = Runner(everything, trees, eager=config.enforce_eager)
+    runner = Runner(everything, trees, eager=config.enforce_eager, learner=parts.learner)
     return Built(
         runner=runner,
         tokenizer=tokenizer,
@@ -120,14 +127,16 @@ def assemble(config: EngineConfig, parts: Parts, tokenizer: Tokenizer | None) ->
         scratch=parts.scratch,
         drafter_kv=drafter.kv is not None,
         drafted_length=drafted_length,
+        learned_prompt=None if parts.learner is None else parts.learned_prompt,
     )
 
 
 def _drafted_length(config: EngineConfig, parts: Parts, max_model_len: int) -> int:
     """Longest text that is drafted for."""
     own = max_model_len if parts.longest is None else parts.longest
-    if isinstance(config.drafter, DraftCheckpoint):
-        own = config.drafter.length_limit(own, max_model_len)
+    draft = checkpoint_of(config.drafter)
+    if draft is not None:
+        own = draft.length_limit(own, max_model_len)
     if own < max_model_len:
         log.info("drafts stop at %d tokens of text, the target goes on to %d", own, max_model_len)
     return min(own, max_model_len)

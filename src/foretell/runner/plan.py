@@ -69,6 +69,25 @@ class Plan:
     undrafted: frozenset[int] = field(
         default_factory=frozenset
     )  # slots that get no draft after this step
+    past: tuple[
+        tuple[int, ...], ...
+    ] = ()  # texts of requests that ended, if a drafter learns of them
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRow:
+    """Log-probabilities at one place of a text, under the target's raw logits.
+
+    Args:
+        token: the token that stands there.
+        rank: of that token; 1 + how many tokens of the whole vocabulary are likelier.
+        top: the likeliest tokens asked for and their log-probabilities, the likeliest first.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +100,8 @@ class SlotResult:
     stop_token: int | None = None  # the stop token id that ended it, if one did
     drafted: int = 0  # draft tokens verified (the root is not one)
     accepted: int = 0  # how many of `tokens` were drafted
-    logprobs: tuple[dict[int, float], ...] | None = (
-        None  # per token: the chosen one first, then the top ones
-    )
-    prompt_logprobs: tuple[dict[int, float], ...] | None = None  # for the rows of this step's chunk
+    logprobs: tuple[LogprobRow, ...] | None = None  # one per token
+    prompt_logprobs: tuple[LogprobRow, ...] | None = None  # for the rows of this step's chunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from foretell.runner.step import (
     prefill_step,
     top_logprobs,
 )
-from foretell.spec.drafter import NoDrafter, PromptRows
+from foretell.spec.drafter import Learner, NoDrafter, PromptRows
 from foretell.spec.nodes import Nodes, Shape, static_shape
 from foretell.spec.processors import Mode
 from foretell.spec.tree import Tree, chain
@@ -51,10 +51,18 @@ class Runner:
         device: weights, slots, KV and drafter.
         trees: the trees that plans refer to by index.
         eager: no CUDA graphs; on a CPU there are none anyway.
+        learner: hears the texts of requests that ended.
     """
 
-    def __init__(self, device: Device, trees: Sequence[Tree], eager: bool = False) -> None:
+    def __init__(
+        self,
+        device: Device,
+        trees: Sequence[Tree],
+        eager: bool = False,
+        learner: Learner | None = None,
+    ) -> None:
         self.device = device
+        self._learner = learner
         self.shapes: tuple[Shape, ...] = tuple(
             static_shape(tree, device.slots.device) for tree in trees
         )
@@ -69,6 +77,9 @@ class Runner:
     def launch(self, plan: Plan) -> Ticket:
         """Start the target's part of a step: admissions, prompt chunks, verification, commit."""
         slots = self.device.slots
+        if self._learner is not None:
+            for text in plan.past:
+                self._learner.learn(torch.tensor(text, dtype=torch.int32))
         for new in plan.new:
             slots.admit(new)
             self._asked[new.slot] = new
@@ -211,8 +222,7 @@ class Runner:
                 chosen = slots.tokens[chunk.slot, first : first + rows].to(torch.int64)
                 logits = self.device.target.logits(done.hidden[offset : offset + rows])
                 count = logits.shape[-1] if wanted < 0 else wanted
-                logprobs, ids = top_logprobs(logits, chosen, count)
-                prompts.append(PromptParcel(chunk.slot, logprobs, ids))
+                prompts.append(PromptParcel(chunk.slot, top_logprobs(logits, chosen, count)))
             offset += chunk.count
 
     def _keep(self, slots: Sequence[int], outcome: Outcome, parcels: list[Parcel]) -> None:

@@ -109,6 +109,14 @@ class Drafter(Protocol):
         ...
 
 
+class Learner(Protocol):
+    """A drafter that gains by the texts of requests that ended; called between steps, never inside one."""
+
+    def learn(self, text: Tensor) -> None:
+        """Take in a text, [R] integers on the host; must not wait for the device."""
+        ...
+
+
 class NoDrafter:
     """Plain decoding: the baseline every drafter is compared with."""
 

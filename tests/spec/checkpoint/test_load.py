@@ -9,9 +9,8 @@ from pathlib import Path
 import checkpoints as files
 import pytest
 import torch
-from drafting import Request, law
+from drafting import NoHost, Request, law
 from lab import Lab, make_lab, prompts, tiny_decoder
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretell.sampling_params import SamplingParams
 from foretell.spec.checkpoint.load import Loaded, Wanted, identify, load_drafter
@@ -159,19 +158,6 @@ def test_a_gguf_file_is_a_draft_model(tmp_path: Path) -> None:
     assert identify(path).family is Family.DRAFT_MODEL
     with pytest.raises(ValueError, match="GGUF"):
         identify(path, "eagle3")
-
-
-class NoHost(TorchDispatchMode):
-    """Refuses operations whose result, or its shape, the host would have to wait for."""
-
-    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2")
-
-    def __torch_dispatch__(
-        self, func: object, types: object, args: tuple = (), kwargs: dict | None = None
-    ) -> object:  # type: ignore[type-arg]
-        name = str(func).split(".")[1]
-        assert name not in self.REFUSED, f"{func} waits for the device"
-        return func(*args, **(kwargs or {}))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("name", files.FORMATS)
