@@ -1,12 +1,13 @@
 """foretell: an LLM inference engine whose core is speculative decoding."""
 
-from foretell.config import DraftCheckpoint, EngineConfig, GrownTree, Ngram
+from foretell.config import Chained, DraftCheckpoint, EngineConfig, GrownTree, Ngram, Suffix
 from foretell.llm import LLM
 from foretell.outputs import CompletionOutput, Logprob, RequestOutput
 from foretell.sampling_params import RequestOutputKind, SamplingParams
 
 __all__ = [
     "LLM",
+    "Chained",
     "CompletionOutput",
     "DraftCheckpoint",
     "EngineConfig",
@@ -16,4 +17,5 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "Suffix",
 ]

@@ -1,8 +1,9 @@
 """EngineConfig: every choice that is fixed when an engine is built. Torch-free; importable from anywhere.
 
-Frozen dataclasses, nested: the drafter is `Ngram | DraftCheckpoint`, or None for plain decoding. speculation.py makes
-it out of the words that users of vLLM know. It is not about one request (SamplingParams), and it reads no checkpoint:
-what a drafter's checkpoint is, and all that depends on the models, is found out and checked where they are loaded.
+Frozen dataclasses, nested: the drafter is `Ngram | Suffix | DraftCheckpoint | Chained`, or None for plain decoding.
+speculation.py makes it out of the words that users of vLLM know. It is not about one request (SamplingParams), and it
+reads no checkpoint: what a drafter's checkpoint is, and all that depends on the models, is found out and checked where
+they are loaded.
 
 Invariant: an instance is valid in itself. Unknown keys raise and name the nearest known one; a feature that does not
 exist is refused by name, never ignored.
@@ -39,6 +40,9 @@ Method = Literal[
     "pard",
 ]
 LayerConvention = Literal["after", "output"]
+Compat = Literal["off", "shapes", "full"]
+SUFFIX_TOKENS = 7  # drafted per step where nothing says how many; a chain fills its tree anyway
+TRACE_FILE = "foretell-trace.jsonl"  # what trace=True writes
 WITHIN_TARGET: tuple[Method, ...] = ("mtp", "medusa")  # may lie in the target's own checkpoint
 
 
@@ -83,6 +87,47 @@ class Ngram:
         for name, value in (("prompt_lookup_min", low), ("prompt_lookup_max", high)):
             _require(_is_int(value) and value > 0, f"{name}={value!r} must be > 0")
         _require(low <= high, f"prompt_lookup_min={low} must be <= prompt_lookup_max={high}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suffix:
+    """Drafts what followed the longest earlier context like the text's end, in the text and in past outputs.
+
+    Args:
+        max_tree_depth: most tokens of context that are compared.
+        max_cached_requests: past outputs that are remembered, the oldest go first; 0 = the request's own text alone.
+        max_spec_factor: drafted tokens are at most the tokens of context that agree times this.
+        min_token_prob: least share of the places found that must go on as the draft does.
+        min_match: fewest tokens of context that must agree.
+        corpus_tokens: room for past outputs, in tokens.
+    """
+
+    num_speculative_tokens: int = SUFFIX_TOKENS
+    max_tree_depth: int = 24
+    max_cached_requests: int = 10_000
+    max_spec_factor: float = 1.0
+    min_token_prob: float = 0.1
+    min_match: int = 3
+    corpus_tokens: int = 1 << 18
+
+    def __post_init__(self) -> None:
+        _check_draft_tokens(self.num_speculative_tokens)
+        for name, least in (("max_tree_depth", 1), ("max_cached_requests", 0), ("min_match", 1)):
+            value = getattr(self, name)
+            _require(
+                _is_int(value) and value >= least,
+                f"suffix_decoding_{name} must be an integer of at least {least}, got {value!r}",
+            )
+        _check_positive("suffix_decoding_corpus_tokens", self.corpus_tokens)
+        factor, probability = self.max_spec_factor, self.min_token_prob
+        _require(
+            _is_number(factor) and factor >= 0,
+            f"suffix_decoding_max_spec_factor must be >= 0, got {factor!r}",
+        )
+        _require(
+            _is_number(probability) and 0 <= probability <= 1,
+            f"suffix_decoding_min_token_prob must be in [0, 1], got {probability!r}",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +206,27 @@ class DraftCheckpoint:
         return self.max_model_len
 
 
-Drafter = Ngram | DraftCheckpoint
+@dataclass(frozen=True, slots=True)
+class Chained:
+    """A model-free drafter where it finds something, a checkpoint elsewhere, which says how much is drafted."""
+
+    first: Ngram | Suffix
+    then: DraftCheckpoint
+
+    @property
+    def num_speculative_tokens(self) -> int | None:
+        """The checkpoint's."""
+        return self.then.num_speculative_tokens
+
+
+Drafter = Ngram | Suffix | DraftCheckpoint | Chained
+
+
+def checkpoint_of(drafter: Drafter | None) -> DraftCheckpoint | None:
+    """The checkpoint that drafts, alone or in a chain, if one does."""
+    if isinstance(drafter, Chained):
+        return drafter.then
+    return drafter if isinstance(drafter, DraftCheckpoint) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +287,9 @@ class EngineConfig:
         max_logprobs: most log-probabilities per token a request may ask for; -1 = the whole vocabulary.
         enforce_eager: no CUDA graphs.
         drafter, acceptance, tree: see Speculation.
+        compat: how a drafter is proved at the start: "off", "shapes" (what can be compared), or "full" (it also drafts
+            for a few built-in prompts).
+        trace: file for what every step drafted and accepted, as JSON lines; True = foretell-trace.jsonl.
     """
 
     model: str | None = None
@@ -244,6 +312,8 @@ class EngineConfig:
     drafter: Drafter | None = None
     acceptance: Acceptance = "match"
     tree: TreeSpec | None = None
+    compat: Compat = "full"
+    trace: str | bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("model", "tokenizer", "revision"):
@@ -251,6 +321,8 @@ class EngineConfig:
                 _check_name(name, getattr(self, name))
         _check_choice("dtype", self.dtype, get_args(DType))
         _check_choice("scheduling_policy", self.scheduling_policy, get_args(Policy))
+        _check_choice("compat", self.compat, get_args(Compat))
+        self._check_trace()
         self._check_numbers()
         self._check_device()
         self._check_draft()
@@ -295,6 +367,16 @@ class EngineConfig:
         top = self.max_logprobs
         _require(_is_int(top) and top >= -1, f"max_logprobs must be at least -1, got {top!r}")
 
+    def _check_trace(self) -> None:
+        trace = self.trace
+        if isinstance(trace, bool):
+            object.__setattr__(self, "trace", TRACE_FILE if trace else None)
+        elif trace is not None:
+            _require(
+                isinstance(trace, str) and bool(trace.strip()),
+                f"trace must be True, False or the name of a file, got {trace!r}",
+            )
+
     def _check_device(self) -> None:
         device = self.device
         kind, _, index = device.partition(":") if isinstance(device, str) else ("", "", "")
@@ -306,8 +388,8 @@ class EngineConfig:
 
     def _check_draft(self) -> None:
         object.__setattr__(self, "tree", self.speculation.tree)
-        draft = self.drafter
-        if not isinstance(draft, DraftCheckpoint):
+        draft = checkpoint_of(self.drafter)
+        if draft is None:
             return
         size = draft.tensor_parallel_size
         _require(
@@ -379,6 +461,10 @@ def _require(holds: bool, message: str) -> None:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check_positive(name: str, value: object) -> None:

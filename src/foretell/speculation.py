@@ -3,7 +3,8 @@
 The keys of `speculative_config` are vLLM's where the feature exists, and ours: `acceptance`, `tree`, and for EAGLE-3
 `target_layers`, `target_layers_convention` and `norm_before_residual`. A key of a feature that does not exist is
 refused by name, unless it carries the value that switches the feature off. Nothing is guessed from a model's name: with
-no method named, the checkpoint says what it is when it is opened. Adding a method is one entry in `METHODS`.
+no method named, the checkpoint says what it is when it is opened. A list of two methods is a chain (`_chain`). Adding a
+method is one entry in `METHODS`.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ from dataclasses import dataclass
 from typing import cast
 
 from foretell.config import (
+    SUFFIX_TOKENS,
     WITHIN_TARGET,
     Acceptance,
+    Chained,
     DraftCheckpoint,
+    Drafter,
     DraftSampling,
     LayerConvention,
     Method,
     Ngram,
     Speculation,
+    Suffix,
     TreeSpec,
     refuse_unknown,
     tree_nodes,
@@ -43,6 +48,12 @@ KEYS = (
     "target_layers",
     "target_layers_convention",
     "norm_before_residual",
+    "suffix_decoding_max_tree_depth",
+    "suffix_decoding_max_cached_requests",
+    "suffix_decoding_max_spec_factor",
+    "suffix_decoding_min_token_prob",
+    "suffix_decoding_min_match",
+    "suffix_decoding_corpus_tokens",
 )
 
 
@@ -62,7 +73,6 @@ class Missing:
 
 _ONE_DTYPE = Missing((None, "auto"), "The draft model runs in the target's dtype; leave it out.")
 _SYNTHETIC = Missing((None,), "Measure real acceptance with foretell bench acceptance.")
-_SUFFIX = Missing((None,), "Use method 'ngram'.")
 _FLY = Missing((None,), "Use acceptance 'typical', which is lossy too.")
 _TYPICAL = Missing((None,), "Use acceptance 'typical'.")
 _SWITCH = Missing((None, False), "Leave it out.")
@@ -85,10 +95,6 @@ MISSING: Mapping[str, Missing] = {
         (None, False), "A PARD checkpoint is known as one by itself; leave it out."
     ),
     "num_speculative_tokens_per_batch_size": Missing((None,), "Give one num_speculative_tokens."),
-    "suffix_decoding_max_tree_depth": _SUFFIX,
-    "suffix_decoding_max_cached_requests": _SUFFIX,
-    "suffix_decoding_max_spec_factor": _SUFFIX,
-    "suffix_decoding_min_token_prob": _SUFFIX,
     "synthetic_acceptance_rates": _SYNTHETIC,
     "synthetic_acceptance_length": _SYNTHETIC,
     "enable_adaptive_verification": _SWITCH,
@@ -134,13 +140,18 @@ def resolve_speculation(
     if not given:
         return Speculation()
     _refuse(given)
-    method = _method(given)
-    if method is not None and method not in METHODS:
-        raise NotImplementedError(
-            f"Unsupported speculative method: '{method}'. Supported: {', '.join(map(repr, METHODS))}."
-        )
-    _refuse_foreign(method, given)
-    drafter = _ngram(given) if method == "ngram" else _checkpoint(method, given)
+    names = _chain(given)
+    drafter: Drafter
+    if names is None:
+        method = _method(given)
+        _refuse_foreign((method,), given)
+        drafter = _free(method, given) if method in FREE else _checkpoint(method, given)
+    else:
+        _refuse_foreign(names, given)
+        without_model = {key: value for key, value in given.items() if key != "model"}
+        without_model.setdefault("num_speculative_tokens", SUFFIX_TOKENS)
+        first = _free(names[0], without_model)
+        drafter = Chained(first, _checkpoint(names[1], given))
     return Speculation(drafter, _acceptance(given), cast("TreeSpec | None", given.get("tree")))
 
 
@@ -177,6 +188,41 @@ def _refuse(given: Mapping[str, object]) -> None:
     refuse_unknown("speculative_config", (k for k in given if k not in MISSING), KEYS)
 
 
+def _chain(given: Mapping[str, object]) -> tuple[str, str | None] | None:
+    """The two methods of a chain, if one was asked for; None for the second = its checkpoint says what it is.
+
+    A list of two methods, "one+two", or "chained", which is suffix decoding before any checkpoint.
+    """
+    method = given.get("method")
+    if method == "chained":
+        return "suffix", None
+    if isinstance(method, str) and "+" in method:
+        method = [name.strip() for name in method.split("+")]
+    if not isinstance(method, list | tuple):
+        return None
+    known = len(method) == 2 and method[0] in FREE and method[1] not in FREE
+    if not known or not all(isinstance(name, str) for name in method):
+        raise ValueError(
+            f"speculative_config method={given['method']!r}: a chain is one of {', '.join(map(repr, FREE))}, then the "
+            "method of a checkpoint, such as ['suffix', 'eagle3']; or 'chained'"
+        )
+    return method[0], _known(str(method[1]))
+
+
+def _known(method: str) -> str:
+    """The method's own name.
+
+    Raises:
+        NotImplementedError: there is none of that name.
+    """
+    method = ALIASES.get(method, method)
+    if method not in METHODS:
+        raise NotImplementedError(
+            f"Unsupported speculative method: '{method}'. Supported: {', '.join(map(repr, METHODS))}."
+        )
+    return method
+
+
 def _method(given: Mapping[str, object]) -> str | None:
     """The method's own name, or None where the checkpoint is to say it."""
     method, model = given.get("method"), given.get("model")
@@ -184,19 +230,23 @@ def _method(given: Mapping[str, object]) -> str | None:
         raise ValueError(f"speculative_config method must be a name, got {method!r}")
     if model in ("ngram", "[ngram]") and method in (None, "ngram"):
         return "ngram"
+    if model == "suffix" and method in (None, "suffix"):
+        return "suffix"
     if method is None and model is None:
         if "num_speculative_tokens" in given:
             raise ValueError("num_speculative_tokens was provided but without speculative model.")
         raise ValueError(f"speculative_config names neither a method nor a model: {dict(given)!r}")
-    return ALIASES.get(method, method) if method else None
+    return _known(method) if method else None
 
 
-def _refuse_foreign(method: str | None, given: Mapping[str, object]) -> None:
+def _refuse_foreign(methods: tuple[str | None, ...], given: Mapping[str, object]) -> None:
     """A key of another method would be ignored: say so instead."""
-    own = _CHECKPOINT | _DRAFT_MODEL | _EAGLE3 if method is None else METHODS[method]
+    own = frozenset[str]().union(
+        *(_CHECKPOINT | _DRAFT_MODEL | _EAGLE3 if m is None else METHODS[m] for m in methods)
+    )
     for key in given:
         if any(key in keys for keys in METHODS.values()) and key not in own:
-            named = "a checkpoint" if method is None else f"method {method!r}"
+            named = " and ".join("a checkpoint" if m is None else f"method {m!r}" for m in methods)
             raise ValueError(
                 f"speculative_config key {key!r} does not belong to {named}; leave it out"
             )
@@ -228,11 +278,23 @@ def _draft_tokens(given: Mapping[str, object]) -> int:
     return cast("int", count)  # the drafter's config checks it
 
 
+def _free(method: str | None, given: Mapping[str, object]) -> Ngram | Suffix:
+    """A drafter without a checkpoint."""
+    if given.get("model") not in (None, method, f"[{method}]"):
+        raise ValueError(f"method {method!r} needs no model, got {given['model']!r}; leave it out")
+    if method == "ngram":
+        return _ngram(given)
+    own = {
+        key.removeprefix(_SUFFIX): value for key, value in given.items() if key.startswith(_SUFFIX)
+    }
+    if "num_speculative_tokens" in given or "tree" in given:
+        own["num_speculative_tokens"] = _draft_tokens(given)
+    return Suffix(**own)  # type: ignore[arg-type]  # it checks every value
+
+
 def _ngram(given: Mapping[str, object]) -> Ngram:
     low, high = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
     either = next((n for n in (low, high) if n is not None), 5)
-    if given.get("model") not in (None, "ngram", "[ngram]"):
-        raise ValueError(f"method 'ngram' needs no model, got {given['model']!r}; leave it out")
     return Ngram(
         num_speculative_tokens=_draft_tokens(given),
         prompt_lookup_min=cast("int", either if low is None else low),
@@ -266,9 +328,13 @@ _CHECKPOINT = frozenset({"model", "revision", "draft_tensor_parallel_size", "max
 _DRAFT_MODEL = frozenset({"use_heterogeneous_vocab", "draft_sample_method"})
 _EAGLE3 = frozenset({"target_layers", "target_layers_convention", "norm_before_residual"})
 
+_SUFFIX = "suffix_decoding_"
+FREE = ("ngram", "suffix")  # methods without a checkpoint
+
 # The keys that belong to each method, besides those that all have.
 METHODS: Mapping[str, frozenset[str]] = {
     "ngram": frozenset({"model", "prompt_lookup_min", "prompt_lookup_max"}),
+    "suffix": frozenset({"model", *(key for key in KEYS if key.startswith(_SUFFIX))}),
     "draft_model": _CHECKPOINT | _DRAFT_MODEL,
     "medusa": _CHECKPOINT,
     "eagle": _CHECKPOINT,

@@ -142,6 +142,33 @@ def test_any_tree_gives_the_text_of_plain_decoding(
     assert llm.get_metrics().num_drafts > 0
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("first", ["suffix", "ngram"])
+def test_every_checkpoint_may_stand_second_in_a_chain(
+    name: str, first: str, tmp_path: Path, target: Path, plain: dict[str, list[list[int]]]
+) -> None:
+    folder = write_drafter(tmp_path / "drafter", name)
+    config: dict[str, object] = {"method": [first, FAMILIES[name]], "num_speculative_tokens": 3}
+    if first == "ngram":
+        config |= {"prompt_lookup_min": 1}
+    llm = start(target, folder, speculative_config=config)
+    for _ in range(2):  # the second time, suffix decoding has seen all of it
+        assert texts(llm, GREEDY) == plain["greedy"]
+        assert texts(llm, SAMPLED) == plain["sampled"]
+    assert llm.get_metrics().num_accepted_tokens > 0
+
+
+def test_suffix_decoding_needs_no_checkpoint(
+    target: Path, plain: dict[str, list[list[int]]]
+) -> None:
+    llm = start(target, "suffix")
+    assert texts(llm, GREEDY) == plain["greedy"]
+    before = llm.get_metrics()
+    assert texts(llm, GREEDY) == plain["greedy"]
+    again = llm.get_metrics().since(before)
+    assert again.mean_acceptance_length > 2, "past outputs are foreseen"
+
+
 # Exact drafters, from files.
 
 

@@ -9,11 +9,13 @@ import pytest
 from foretell import arguments
 from foretell.config import (
     MAX_DRAFT_TOKENS,
+    Chained,
     DraftCheckpoint,
     EngineConfig,
     GrownTree,
     Ngram,
     Speculation,
+    Suffix,
 )
 from foretell.speculation import ALIASES, KEYS, METHODS, MISSING, resolve_speculation
 
@@ -314,7 +316,94 @@ def test_bad_speculation_is_refused_with_its_reason(
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("method", ["suffix", "dflash", "nonsense"])
+def test_suffix_decoding_has_vllms_keys_and_defaults() -> None:
+    assert resolve_speculation("suffix").drafter == Suffix()
+    given = {
+        "method": "suffix",
+        "num_speculative_tokens": 12,
+        "suffix_decoding_max_tree_depth": 32,
+        "suffix_decoding_max_cached_requests": 0,
+        "suffix_decoding_max_spec_factor": 2.0,
+        "suffix_decoding_min_token_prob": 0.2,
+        "suffix_decoding_min_match": 2,
+        "suffix_decoding_corpus_tokens": 1000,
+    }
+    assert resolve_speculation(speculative_config=given).drafter == Suffix(
+        num_speculative_tokens=12,
+        max_tree_depth=32,
+        max_cached_requests=0,
+        max_spec_factor=2.0,
+        min_token_prob=0.2,
+        min_match=2,
+        corpus_tokens=1000,
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("max_tree_depth", 0, "must be an integer of at least 1, got 0"),
+        ("max_cached_requests", -1, "must be an integer of at least 0, got -1"),
+        ("max_spec_factor", -0.5, "must be >= 0, got -0.5"),
+        ("min_token_prob", 1.5, "must be in [0, 1], got 1.5"),
+        ("min_match", 0, "must be an integer of at least 1, got 0"),
+        ("corpus_tokens", 0, "must be a positive integer, got 0"),
+    ],
+)
+def test_bad_numbers_of_suffix_decoding_are_refused(key: str, value: float, message: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the whole text is compared)
+        resolve_speculation(
+            speculative_config={"method": "suffix", f"suffix_decoding_{key}": value}
+        )
+    assert str(caught.value) == f"suffix_decoding_{key} {message}"
+
+
+@pytest.mark.parametrize("method", [["suffix", "eagle3"], "suffix+eagle3", ("suffix", "eagle3")])
+def test_two_methods_are_a_chain(method: object) -> None:
+    given = {"method": method, "model": "d", "num_speculative_tokens": 5}
+    then = DraftCheckpoint(model="d", method="eagle3", num_speculative_tokens=5)
+    assert resolve_speculation(speculative_config=given).drafter == Chained(
+        Suffix(num_speculative_tokens=5), then
+    )
+    any_ = resolve_speculation(speculative_config={"method": "chained", "model": "d"}).drafter
+    assert any_ == Chained(Suffix(), DraftCheckpoint(model="d"))
+    both = {"method": "ngram+draft", "prompt_lookup_min": 2, "model": "d", "revision": "r"}
+    found = resolve_speculation(None, 3, both).drafter
+    assert found == Chained(
+        Ngram(num_speculative_tokens=3, prompt_lookup_min=2, prompt_lookup_max=2),
+        DraftCheckpoint(model="d", method="draft_model", num_speculative_tokens=3, revision="r"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"method": ["eagle3", "ngram"]}, "a chain is one of 'ngram', 'suffix', then the method"),
+        ({"method": ["suffix"]}, "a chain is one of"),
+        ({"method": "ngram+suffix"}, "a chain is one of"),
+        ({"method": ["suffix", "eagle3"]}, "method 'eagle3' needs a model"),
+        ({"method": "suffix+medusa", "prompt_lookup_min": 2}, "'suffix' and method 'medusa'"),
+        ({"method": "suffix", "model": "m"}, "method 'suffix' needs no model, got 'm'"),
+        ({"method": "ngram", "suffix_decoding_min_match": 2}, "does not belong to method 'ngram'"),
+    ],
+)
+def test_chains_that_make_no_sense_are_refused(config: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the text is compared)
+        resolve_speculation(None, 2, config)
+    assert message in str(caught.value)
+
+
+def test_compat_and_trace_are_checked() -> None:
+    assert EngineConfig().compat == "full"
+    assert EngineConfig(trace=True).trace == "foretell-trace.jsonl"
+    assert EngineConfig(trace=False).trace is None
+    assert EngineConfig(trace="a.jsonl").trace == "a.jsonl"
+    for wrong in ({"compat": "on"}, {"trace": 3}, {"trace": " "}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            EngineConfig(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["dflash", "nonsense"])
 def test_methods_that_do_not_exist_say_so(method: str) -> None:
     given = {"method": method, "model": "m", "num_speculative_tokens": 2}
     with pytest.raises(NotImplementedError, match=f"Unsupported speculative method: '{method}'"):

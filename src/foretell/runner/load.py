@@ -6,12 +6,12 @@ A drafter's checkpoint is looked into before anything large is read, so that a w
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from foretell.config import DraftCheckpoint, EngineConfig, Ngram
+from foretell.config import Chained, DraftCheckpoint, EngineConfig, Ngram, Suffix, checkpoint_of
 from foretell.model.decoder import Decoder
 from foretell.model.hub import ModelSource, resolve
 from foretell.model.load import load_model
@@ -19,11 +19,13 @@ from foretell.model.tokenizer import load_tokenizer
 from foretell.ops.table import table_for
 from foretell.runner.build import Built, Parts, assemble
 from foretell.spec.autoregressive import DraftModelDrafter
+from foretell.spec.chained import ChainedDrafter
 from foretell.spec.checkpoint.eagle3 import LayerIds, Overrides
 from foretell.spec.checkpoint.load import Identified, Wanted, identify, load_drafter, told
 from foretell.spec.checkpoint.recognise import Family
 from foretell.spec.drafter import NoDrafter
 from foretell.spec.ngram import NgramDrafter
+from foretell.spec.suffix import SuffixDrafter, SuffixLimits
 from foretell.spec.tree_spec import read_tree, static_tree
 from foretell.spec.verify import Acceptance
 from foretell.spec.vocabulary import Tokenizer, pair_vocabularies
@@ -49,8 +51,9 @@ def build(config: EngineConfig) -> Built:
     device = resolve_device(config.device)
     source = resolve(config.model, revision=config.revision)
     found = None
-    if isinstance(config.drafter, DraftCheckpoint):
-        found = find_drafter(config, config.drafter, source)
+    draft = checkpoint_of(config.drafter)
+    if draft is not None:
+        found = find_drafter(config, draft, source)
     tokenizer = load_tokenizer(source if config.tokenizer is None else resolve(config.tokenizer))
     ops = table_for(device)
     target = load_model(source, dtype=config.dtype, device=device, ops=ops)
@@ -115,13 +118,51 @@ def load_parts(
     match config.drafter:
         case None:
             return Parts(target, NoDrafter(), target.dtype)
-        case Ngram(prompt_lookup_min=shortest, prompt_lookup_max=longest):
-            return Parts(target, NgramDrafter(shortest, longest), target.dtype)
         case DraftCheckpoint() as draft:
-            assert found is not None, "checkpoints are looked into first"
-            if found.identified.family is Family.DRAFT_MODEL:
-                return _draft_model(config, draft, found.source, target, tokenizer)
-            return _trained_drafter(config, draft, found.identified, target)
+            return _checkpoint(config, draft, found, target, tokenizer)
+        case Chained(first=first, then=draft):
+            return _chain(first, _checkpoint(config, draft, found, target, tokenizer))
+        case Ngram() | Suffix() as free:
+            return _free(free, target)
+
+
+def _free(config: Ngram | Suffix, target: Decoder) -> Parts:
+    """A drafter that needs no weights."""
+    if isinstance(config, Ngram):
+        drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+        return Parts(target, drafter, target.dtype)
+    limits = SuffixLimits(
+        shortest=config.min_match,
+        depth=config.max_tree_depth,
+        factor=config.max_spec_factor,
+        probability=config.min_token_prob,
+        texts=config.max_cached_requests,
+        tokens=config.corpus_tokens,
+    )
+    suffix = SuffixDrafter(limits)
+    learner = suffix if limits.texts else None
+    return Parts(target, suffix, target.dtype, learner=learner, learned_prompt=limits.depth)
+
+
+def _chain(first: Ngram | Suffix, then: Parts) -> Parts:
+    """`first` before the drafter of `then`."""
+    free = _free(first, then.target)
+    drafter = ChainedDrafter(free.drafter, then.drafter, then.grows)
+    learned = free.learned_prompt
+    return replace(then, drafter=drafter, learner=free.learner, learned_prompt=learned)
+
+
+def _checkpoint(
+    config: EngineConfig,
+    draft: DraftCheckpoint,
+    found: Found | None,
+    target: Decoder,
+    tokenizer: Tokenizer,
+) -> Parts:
+    assert found is not None, "checkpoints are looked into first"
+    if found.identified.family is Family.DRAFT_MODEL:
+        return _draft_model(config, draft, found.source, target, tokenizer)
+    return _trained_drafter(config, draft, found.identified, target)
 
 
 def _draft_model(

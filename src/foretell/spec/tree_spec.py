@@ -5,7 +5,7 @@ Which tree a drafter takes by itself is not decided here, but where its checkpoi
 
 from __future__ import annotations
 
-from foretell.config import GrownTree, Ngram, Speculation, TreeSpec
+from foretell.config import Chained, GrownTree, Ngram, Speculation, Suffix, TreeSpec
 from foretell.spec.dynamic_tree import Growth
 from foretell.spec.presets import cut, preset
 from foretell.spec.tree import Tree, chain, from_paths
@@ -49,6 +49,14 @@ def static_tree(speculation: Speculation) -> Tree:
         return chain(tokens)
     tree = read_tree(spec, tokens)
     if isinstance(tree, Growth):
-        name = "n-gram" if isinstance(drafter, Ngram) else drafter.model
+        match drafter:
+            case Ngram():
+                name: str | None = "n-gram"
+            case Suffix():
+                name = "suffix decoding"
+            case Chained(then=checkpoint):
+                name = checkpoint.model
+            case _:
+                name = drafter.model
         raise ValueError(f"tree: trees that grow need an EAGLE drafter, not {name}; give paths")
     return tree
