@@ -9,8 +9,9 @@ Invariant: a finished reply never changes, and what was handed out as a delta is
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -22,6 +23,7 @@ from foretell.text import Detokenizer, TextStream, TokenText
 
 if TYPE_CHECKING:
     from foretell.engine.engine import Delta
+    from foretell.runner.plan import LogprobRow
 
 
 @dataclass(slots=True)
@@ -135,10 +137,7 @@ class Assembly:
             self._first_token = self._clock()
         self._cached = max(self._cached, delta.num_cached_tokens)
         if delta.prompt_logprobs and index == 0:
-            asked = self.params.prompt_logprobs or 0
-            self._prompt_rows.extend(
-                ranked(row, asked, self._token_text) for row in delta.prompt_logprobs
-            )
+            self._prompt_rows.extend(ranked(row, self._token_text) for row in delta.prompt_logprobs)
         stop = self._read(reply, delta)
         if stop is not None:
             self._finish(reply, "stop", stop)
@@ -203,14 +202,12 @@ class Assembly:
                 return stop
         return None
 
-    def _add_logprobs(self, reply: Reply, token: int, row: Mapping[int, float]) -> None:
+    def _add_logprobs(self, reply: Reply, token: int, row: LogprobRow) -> None:
         assert reply.logprobs is not None
         assert reply.cumulative_logprob is not None
-        assert next(iter(row)) == token, (
-            f"log-probabilities of token {token} start with {next(iter(row))}"
-        )
-        reply.logprobs.append(ranked(row, self.params.logprobs or 0, self._token_text))
-        reply.cumulative_logprob += row[token]
+        assert row.token == token, f"log-probabilities of token {row.token} came for {token}"
+        reply.logprobs.append(ranked(row, self._token_text))
+        reply.cumulative_logprob += row.logprob
 
     def _finish(
         self, reply: Reply, reason: FinishReason, stop_reason: int | str | None = None
@@ -239,23 +236,18 @@ class Assembly:
         )
 
 
-def ranked(row: Mapping[int, float], asked: int, token_text: TokenText) -> TokenLogprobs:
-    """One token's log-probabilities with ranks and texts.
+def ranked(row: LogprobRow, token_text: TokenText) -> TokenLogprobs:
+    """One token's log-probabilities with ranks and texts: the token itself first, then the likeliest others.
 
-    Args:
-        row: the chosen token first, then the `asked` likeliest ones in order (-1 = all). A chosen token that is not
-            among them has no known rank.
+    Equally likely tokens have the same rank, that of the first of them.
     """
-    order = sorted(
-        row, key=lambda token: -row[token]
-    )  # stable: of equal ones the chosen token first
-    ranks: dict[int, int | None] = {token: place for place, token in enumerate(order, start=1)}
-    chosen = next(iter(row))
-    if 0 <= asked < len(row):
-        ranks = {
-            token: place for place, token in enumerate((t for t in order if t != chosen), start=1)
-        }
-        ranks[chosen] = None
+    ranks, rank, last = dict[int, int](), 0, math.inf
+    for place, (token, value) in enumerate(row.top.items(), start=1):
+        if value < last:
+            rank, last = place, value
+        ranks[token] = rank
+    ranks[row.token] = row.rank
     return {
-        token: Logprob(value, ranks[token], token_text.alone(token)) for token, value in row.items()
+        token: Logprob(value, ranks[token], token_text.alone(token))
+        for token, value in ({row.token: row.logprob} | row.top).items()
     }

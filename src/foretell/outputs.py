@@ -15,12 +15,12 @@ class Logprob:
     """Log-probability of one token under the target's raw logits (natural logarithm).
 
     Args:
-        rank: 1 = the likeliest token of the vocabulary; None when the token is not among the reported likeliest ones.
+        rank: 1 = the likeliest token of the vocabulary; of equally likely ones each has the rank of the first.
         decoded_token: the token's own text.
     """
 
     logprob: float
-    rank: int | None = None
+    rank: int
     decoded_token: str | None = None
 
 

@@ -98,8 +98,27 @@ def test_logprobs_are_the_targets_own_at_every_kind_of_token(drafts: tuple[int, 
     assert run.tokens == [7] * 10
     assert len(run.logprobs) == 10
     for entry in run.logprobs:
-        assert list(entry) == [7, 3]
-        assert all(abs(value - math.log(0.25)) < 1e-4 for value in entry.values())
+        assert (entry.token, entry.rank, list(entry.top)) == (7, 1, [7, 3])
+        values = (entry.logprob, *entry.top.values())
+        assert all(abs(value - math.log(0.25)) < 1e-4 for value in values)
+
+
+@pytest.mark.parametrize("drafts", [(9, 9, 9), (8, 8, 8), ()])
+def test_the_rank_of_a_token_counts_the_whole_vocabulary(drafts: tuple[int, ...]) -> None:
+    """Logits rise with the id, 9 is all that is allowed: 10 and 11 are likelier, and 8 is as likely."""
+
+    def rows(positions: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        logits = torch.arange(12).double().expand(*positions.shape, 12).clone()
+        logits[..., 8] = 9.0
+        return logits
+
+    lab = make_lab(says(*drafts), chain(3), target=ScriptedTarget(12, rows))
+    params = SamplingParams(
+        temperature=0.0, max_tokens=8, allowed_token_ids=[9], logprobs=1, prompt_logprobs=0
+    )
+    run = lab.solo([1, 4, 11, 0], params)
+    assert [(row.token, row.rank, list(row.top)) for row in run.logprobs] == [(9, 3, [11])] * 8
+    assert [(row.token, row.rank) for row in run.prompt_logprobs] == [(4, 8), (11, 1), (0, 12)]
 
 
 def test_prompt_logprobs_are_those_of_the_whole_prompt_in_any_chunking() -> None:
@@ -109,9 +128,10 @@ def test_prompt_logprobs_are_those_of_the_whole_prompt_in_any_chunking() -> None
     chunked = make_lab(max_num_batched_tokens=16).solo(prompt, params)
     assert len(whole.prompt_logprobs) == len(chunked.prompt_logprobs) == len(prompt) - 1
     for a, b in zip(whole.prompt_logprobs, chunked.prompt_logprobs, strict=True):
-        assert list(a) == list(b)
-        assert all(abs(a[t] - b[t]) < 1e-6 for t in a)
-    assert all(prompt[i + 1] in entry for i, entry in enumerate(whole.prompt_logprobs))
+        assert (a.token, a.rank, list(a.top)) == (b.token, b.rank, list(b.top))
+        assert abs(a.logprob - b.logprob) < 1e-6
+        assert all(abs(a.top[t] - b.top[t]) < 1e-6 for t in a.top)
+    assert [row.token for row in whole.prompt_logprobs] == prompt[1:]
 
 
 def test_a_nan_ends_its_own_request_after_the_sound_tokens() -> None:

@@ -103,8 +103,10 @@ def test_text_is_that_of_plain_decoding(
         assert (run.finish, run.stop_reason) == (oracle.finish, oracle.stop_reason)
         assert len(run.logprobs) == len(oracle.logprobs)
         for ours, theirs in zip(run.logprobs, oracle.logprobs, strict=True):
-            assert list(ours) == list(theirs)
-            assert all(abs(ours[t] - theirs[t]) < 1e-4 for t in ours)
+            assert (ours.token, ours.rank) == (theirs.token, theirs.rank)
+            assert abs(ours.logprob - theirs.logprob) < 1e-4
+            assert list(ours.top) == list(theirs.top)
+            assert all(abs(ours.top[t] - theirs.top[t]) < 1e-4 for t in ours.top)
 
 
 @pytest.mark.parametrize("tree", ["chain3", "bushy"])

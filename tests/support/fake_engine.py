@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from foretell.engine.engine import Delta
+from foretell.runner.plan import LogprobRow
 from foretell.sampling_params import SamplingParams
 
 
@@ -100,18 +101,18 @@ class FakeEngine:
         assert tokens, "the script is over but the request is not"
         return tokens, None, None
 
-    def _logprobs(
-        self, request: Added, tokens: Sequence[int]
-    ) -> tuple[dict[int, float], ...] | None:
-        """The chosen token has -1.0; of those asked for the likeliest is token 3 with -0.5, then 4, 5, ..."""
+    def _logprobs(self, request: Added, tokens: Sequence[int]) -> tuple[LogprobRow, ...] | None:
+        """Token 3 is the likeliest with -0.5, then 4, 5, ...; a chosen token that is none of these has -1.0, rank 9."""
         count = request.params.logprobs
         if count is None:
             return None
+        top = {3 + i: -0.5 * (i + 1) for i in range(count)}
         return tuple(
-            {token: -1.0} | {3 + i: -0.5 * (i + 1) for i in range(count)} for token in tokens
+            LogprobRow(token, top.get(token, -1.0), token - 2 if token in top else 9, top)
+            for token in tokens
         )
 
-    def _prompt_logprobs(self, request: Added) -> tuple[dict[int, float], ...] | None:
+    def _prompt_logprobs(self, request: Added) -> tuple[LogprobRow, ...] | None:
         if request.params.prompt_logprobs is None:
             return None
-        return tuple({token: -2.0} for token in request.prompt[1:])
+        return tuple(LogprobRow(token, -2.0, 5) for token in request.prompt[1:])

@@ -333,7 +333,7 @@ def test_log_probabilities_come_with_rank_and_text_one_entry_per_token() -> None
     assert len(answer.logprobs) == len(answer.token_ids) == 3
     first, second = answer.logprobs[0], answer.logprobs[1]
     assert list(first) == [said("h")[0], 3, 4]
-    assert [(p.logprob, p.rank) for p in first.values()] == [(-1.0, None), (-0.5, 1), (-1.0, 2)]
+    assert [(p.logprob, p.rank) for p in first.values()] == [(-1.0, 9), (-0.5, 1), (-1.0, 2)]
     assert first[said("h")[0]].decoded_token == "h"
     assert [(token, p.rank) for token, p in second.items()] == [(3, 1), (4, 2)]
     assert answer.cumulative_logprob == sum(
@@ -342,7 +342,8 @@ def test_log_probabilities_come_with_rank_and_text_one_entry_per_token() -> None
     assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[0] is None
     assert output.prompt_logprobs[1] is not None
-    assert output.prompt_logprobs[1][said("b")[0]].logprob == -2.0
+    of_prompt = output.prompt_logprobs[1][said("b")[0]]
+    assert (of_prompt.logprob, of_prompt.rank) == (-2.0, 5)
     assert len(output.prompt_logprobs) == 2
 
 

@@ -9,6 +9,7 @@ from foretell.assembly import Assembly, ranked
 from foretell.engine.engine import Delta
 from foretell.outputs import CompletionOutput, Logprob, RequestMetrics
 from foretell.prompts import Prompt
+from foretell.runner.plan import LogprobRow
 from foretell.sampling_params import RequestOutputKind, SamplingParams
 from foretell.text import TokenText
 
@@ -40,33 +41,31 @@ A, B, C = TOKENIZER.encode("abc")
 
 
 @pytest.mark.parametrize(
-    ("row", "asked", "ranks"),
+    ("row", "ranks"),
     [
-        ({A: -1.0}, 0, [None]),  # nothing to compare with
-        ({A: -1.0}, 1, [1]),
-        ({B: -2.0, A: -1.0}, 2, [2, 1]),  # chosen is the second likeliest
-        ({C: -3.0, A: -1.0, B: -2.0}, 2, [None, 1, 2]),  # chosen is not among the two likeliest
-        ({C: -3.0, A: -1.0, B: -2.0}, -1, [3, 1, 2]),
-        ({A: -1.0, B: -1.0}, 2, [1, 2]),  # a tie: the chosen token first
-        ({B: float("-inf"), A: 0.0}, 2, [2, 1]),
+        (LogprobRow(A, -1.0, 1), [1]),
+        (LogprobRow(A, -1.0, 40), [40]),  # nothing else was asked for: still its rank
+        (LogprobRow(B, -2.0, 2, {A: -1.0, B: -2.0}), [2, 1]),
+        (LogprobRow(C, -9.0, 40, {A: -1.0, B: -2.0}), [40, 1, 2]),  # not among the two likeliest
+        (LogprobRow(A, -1.0, 1, {B: -1.0, A: -1.0}), [1, 1]),  # a tie
+        (LogprobRow(C, -2.0, 3, {B: -1.0, A: -1.0, C: -2.0}), [3, 1, 1]),
+        (LogprobRow(B, float("-inf"), 2, {A: 0.0, B: float("-inf")}), [2, 1]),
     ],
 )
-def test_ranks_count_from_the_likeliest_and_are_none_where_unknown(
-    row: dict[int, float], asked: int, ranks: list[int | None]
+def test_the_token_comes_first_and_every_rank_counts_the_likelier_tokens(
+    row: LogprobRow, ranks: list[int]
 ) -> None:
-    entries = ranked(row, asked, TEXT)
-    assert list(entries) == list(row)
+    entries = ranked(row, TEXT)
+    assert list(entries) == [row.token, *(token for token in row.top if token != row.token)]
     assert [entry.rank for entry in entries.values()] == ranks
-    assert entries[next(iter(row))] == Logprob(
-        row[next(iter(row))], ranks[0], TEXT.alone(next(iter(row)))
-    )
+    assert entries[row.token] == Logprob(row.logprob, ranks[0], TEXT.alone(row.token))
 
 
 def test_a_snapshot_never_changes_afterwards() -> None:
     request = assembly(logprobs=0)
-    request.take(0, delta("a", logprobs=({A: -1.0},)))
+    request.take(0, delta("a", logprobs=(LogprobRow(A, -1.0, 1),)))
     early = request.output()
-    request.take(0, delta("bc", "stop", logprobs=({B: -1.0}, {C: -1.0})))
+    request.take(0, delta("bc", "stop", logprobs=(LogprobRow(B, -1.0, 1), LogprobRow(C, -1.0, 1))))
     assert early.outputs[0].token_ids == [A]
     assert early.outputs[0].logprobs is not None
     assert len(early.outputs[0].logprobs) == 1
@@ -75,7 +74,7 @@ def test_a_snapshot_never_changes_afterwards() -> None:
 
 def test_a_log_probability_row_of_another_token_is_a_fault_of_ours() -> None:
     with pytest.raises(AssertionError, match="log-probabilities of token"):
-        assembly(logprobs=0).take(0, delta("a", logprobs=({B: -1.0},)))
+        assembly(logprobs=0).take(0, delta("a", logprobs=(LogprobRow(B, -1.0, 1),)))
 
 
 def test_nothing_counts_after_the_end() -> None:
@@ -101,8 +100,8 @@ def test_a_stop_string_completed_by_the_rest_of_the_text_ends_the_reply_with_it(
 
 def test_prompt_rows_of_several_chunks_are_joined_and_one_too_many_is_cut() -> None:
     request = assembly(prompt_logprobs=1)
-    request.take(0, delta("", prompt_logprobs=({B: -1.0},)))
-    request.take(0, delta("a", "stop", prompt_logprobs=({C: -9.0},)))
+    request.take(0, delta("", prompt_logprobs=(LogprobRow(B, -1.0, 1),)))
+    request.take(0, delta("a", "stop", prompt_logprobs=(LogprobRow(C, -9.0, 3),)))
     rows = request.output().prompt_logprobs
     assert rows == [None, {B: Logprob(-1.0, 1, "b")}]
 
@@ -110,10 +109,10 @@ def test_prompt_rows_of_several_chunks_are_joined_and_one_too_many_is_cut() -> N
 def test_prompt_rows_come_from_the_first_answer_only() -> None:
     request = assembly(prompt_logprobs=0, n=2)
     for index in (1, 0):
-        request.take(index, delta("a", "stop", prompt_logprobs=({B: -1.0 - index},)))
+        request.take(index, delta("a", "stop", prompt_logprobs=(LogprobRow(B, -1.0 - index, 7),)))
     rows = request.output().prompt_logprobs
     assert rows is not None
-    assert rows[1] == {B: Logprob(-1.0, None, "b")}
+    assert rows[1] == {B: Logprob(-1.0, 7, "b")}
 
 
 def test_a_request_is_finished_when_its_last_answer_is() -> None:

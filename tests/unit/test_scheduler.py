@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from foretell.engine.blocks import BlockManager
 from foretell.engine.request import Request, Status
 from foretell.engine.scheduler import Scheduler
-from foretell.runner.plan import Plan, SlotResult, StepResult
+from foretell.runner.plan import LogprobRow, Plan, SlotResult, StepResult
 from foretell.sampling_params import SamplingParams
 from foretell.spec.tree import Tree, chain
 
@@ -888,7 +888,7 @@ def test_prompt_logprob_rows_are_delivered_once_across_a_preemption():
     scheduler = make(tokens=8)
     request = ask(list(range(1, 13)), max_tokens=5, prompt_logprobs=0)
     scheduler.add(request)
-    rows: list[dict[int, float]] = []
+    rows: list[LogprobRow] = []
 
     def step(tokens: tuple[int, ...] = ()) -> None:
         plan = scheduler.plan()
@@ -896,7 +896,7 @@ def test_prompt_logprob_rows_are_delivered_once_across_a_preemption():
         got = None
         for chunk in plan.chunks:
             got = tuple(
-                {i: 0.0}
+                LogprobRow(i, 0.0, 1)
                 for i in range(chunk.start + 1, chunk.start + chunk.count + (not chunk.last))
             )
         for _, result in scheduler.collect(
@@ -911,7 +911,7 @@ def test_prompt_logprob_rows_are_delivered_once_across_a_preemption():
     scheduler._preempt(request)
     step()
     step((29,))
-    assert [list(row) for row in rows] == [[i] for i in range(1, 12)]
+    assert [row.token for row in rows] == list(range(1, 12))
 
 
 def test_what_a_broken_request_computed_is_not_shared():

@@ -15,7 +15,7 @@ from typing import Protocol
 from foretell.engine.request import Request
 from foretell.engine.scheduler import Scheduler
 from foretell.runner.outbox import Ticket
-from foretell.runner.plan import SlotResult
+from foretell.runner.plan import LogprobRow, SlotResult
 from foretell.runner.runner import Runner
 from foretell.sampling_params import SamplingParams
 
@@ -38,12 +38,8 @@ class Delta:
 
     request_id: str
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[dict[int, float], ...] | None = (
-        None  # per token: the chosen one first, then the top ones
-    )
-    prompt_logprobs: tuple[dict[int, float], ...] | None = (
-        None  # per prompt token from the second on
-    )
+    logprobs: tuple[LogprobRow, ...] | None = None  # one per token
+    prompt_logprobs: tuple[LogprobRow, ...] | None = None  # per prompt token from the second on
     finish_reason: str | None = None  # "stop", "length", "error" or None
     stop_reason: int | None = None  # the stop token id, where it is not the model's own end token
     num_cached_tokens: int = 0

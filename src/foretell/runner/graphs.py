@@ -115,10 +115,6 @@ class StepGraphs:
 
 def _first_rows(outcome: Outcome, count: int) -> Outcome:
     """Views of the first rows of an outcome."""
-
-    def cut(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor[:count]
-
     return replace(
         outcome,
         tokens=outcome.tokens[:count],
@@ -127,7 +123,6 @@ def _first_rows(outcome: Outcome, count: int) -> Outcome:
         drafted=outcome.drafted[:count],
         accepted=outcome.accepted[:count],
         start=outcome.start[:count],
-        features=cut(outcome.features),
-        logprobs=cut(outcome.logprobs),
-        logprob_ids=cut(outcome.logprob_ids),
+        features=None if outcome.features is None else outcome.features[:count],
+        logprobs=None if outcome.logprobs is None else outcome.logprobs.each(lambda t: t[:count]),
     )

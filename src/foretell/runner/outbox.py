@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foretell.runner.plan import SlotResult, StepResult
-from foretell.runner.step import BROKEN, FULL, STOPPED, Outcome
+from foretell.runner.plan import LogprobRow, SlotResult, StepResult
+from foretell.runner.step import BROKEN, FULL, STOPPED, LogprobRows, Outcome
 
 _REASONS = {STOPPED: "stop", FULL: "length", BROKEN: "error"}
 
@@ -22,8 +22,7 @@ class Parcel:
 
     slots: tuple[int, ...]
     numbers: Tensor  # [B, 4 + D + 1] int64: count, reason, drafted, accepted, then the tokens
-    logprobs: Tensor | None  # [B, D + 1, 1 + K] float32
-    logprob_ids: Tensor | None  # [B, D + 1, 1 + K] int64
+    logprobs: LogprobRows | None  # [B, D + 1] rows
     wanted: tuple[int, ...]  # how many top log-probabilities each slot asked for, -1 = none
 
 
@@ -32,8 +31,7 @@ class PromptParcel:
     """Host copies of a chunk's prompt log-probabilities: row j speaks of the prompt token after row j."""
 
     slot: int
-    logprobs: Tensor  # [R, 1 + K] float32
-    ids: Tensor  # [R, 1 + K] int64
+    logprobs: LogprobRows  # [R] rows
 
 
 class Ticket:
@@ -59,7 +57,7 @@ class Ticket:
         """The step's results; waits for the device if it must."""
         if self._event is not None:
             self._event.synchronize()
-        prompts = {p.slot: _prompt_logprobs(p) for p in self._prompts}
+        prompts = {p.slot: _rows(p.logprobs) for p in self._prompts}
         results = []
         for parcel in self._parcels:
             results.extend(_open(parcel, prompts))
@@ -73,8 +71,7 @@ def pack(slots: tuple[int, ...], outcome: Outcome, wanted: tuple[int, ...]) -> P
     return Parcel(
         slots=slots,
         numbers=_to_host(torch.cat((head, outcome.tokens), dim=1)),
-        logprobs=None if outcome.logprobs is None else _to_host(outcome.logprobs),
-        logprob_ids=None if outcome.logprob_ids is None else _to_host(outcome.logprob_ids),
+        logprobs=None if outcome.logprobs is None else outcome.logprobs.each(_to_host),
         wanted=wanted,
     )
 
@@ -86,7 +83,7 @@ def _to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _open(parcel: Parcel, prompts: dict[int, tuple[dict[int, float], ...]]) -> list[SlotResult]:
+def _open(parcel: Parcel, prompts: dict[int, tuple[LogprobRow, ...]]) -> list[SlotResult]:
     results = []
     for row, (slot, numbers) in enumerate(zip(parcel.slots, parcel.numbers.tolist(), strict=True)):
         count, reason, drafted, accepted, *tokens = numbers
@@ -106,15 +103,25 @@ def _open(parcel: Parcel, prompts: dict[int, tuple[dict[int, float], ...]]) -> l
     return results
 
 
-def _logprobs(parcel: Parcel, row: int, count: int) -> tuple[dict[int, float], ...] | None:
+def _logprobs(parcel: Parcel, row: int, count: int) -> tuple[LogprobRow, ...] | None:
     wanted = parcel.wanted[row]
-    if wanted < 0 or parcel.logprobs is None or parcel.logprob_ids is None:
+    if wanted < 0 or parcel.logprobs is None:
         return None
-    values = parcel.logprobs[row, :count, : 1 + wanted].tolist()
-    ids = parcel.logprob_ids[row, :count, : 1 + wanted].tolist()
-    return tuple(dict(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True))
+    values, ids = parcel.logprobs.values, parcel.logprobs.ids
+    return _rows(
+        LogprobRows(
+            values=values[row, :count, : 1 + wanted],
+            ids=ids[row, :count, : 1 + wanted],
+            ranks=parcel.logprobs.ranks[row, :count],
+        )
+    )
 
 
-def _prompt_logprobs(parcel: PromptParcel) -> tuple[dict[int, float], ...]:
-    rows = zip(parcel.ids.tolist(), parcel.logprobs.tolist(), strict=True)
-    return tuple(dict(zip(i, v, strict=True)) for i, v in rows)
+def _rows(rows: LogprobRows) -> tuple[LogprobRow, ...]:
+    """Host rows of device rows ([R])."""
+    opened = []
+    lists = (rows.values.tolist(), rows.ids.tolist(), rows.ranks.tolist())
+    for values, ids, rank in zip(*lists, strict=True):
+        top = dict(zip(ids[1:], values[1:], strict=True))
+        opened.append(LogprobRow(token=ids[0], logprob=values[0], rank=rank, top=top))
+    return tuple(opened)

@@ -6,6 +6,7 @@ place. Plain decoding is the same function with a one-node tree; prefill ends in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,19 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """Log-probabilities of the target's raw logits at many places: the chosen token first, then the K likeliest."""
+
+    values: Tensor  # [..., 1 + K] float32
+    ids: Tensor  # [..., 1 + K] int64
+    ranks: Tensor  # [...] int64, of the chosen token: 1 + how many tokens have a greater logit
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> LogprobRows:
+        """The rows with every tensor changed alike."""
+        return LogprobRows(change(self.values), change(self.ids), change(self.ranks))
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What a step decided for its rows: the host's news, and the drafter's window."""
 
@@ -53,8 +67,7 @@ class Outcome:
     accepted: Tensor  # [B] int64, how many of the emitted tokens were drafted
     start: Tensor  # [B] int64, position of tokens[:, 0]
     features: Tensor | None  # [B, D + 1, F], feature of the node that emitted each token
-    logprobs: Tensor | None  # [B, D + 1, 1 + K] float32: the chosen token, then the top K
-    logprob_ids: Tensor | None  # [B, D + 1, 1 + K] int64
+    logprobs: LogprobRows | None  # [B, D + 1] rows, one for each emitted token
 
 
 def decode_step(device: Device, rows: Tensor, shape: Shape, mode: Mode, keys: int) -> Outcome:
@@ -122,7 +135,6 @@ def decide(
         )
         last = (count - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, features.shape[-1])
         slots.feature[rows] = path_features.gather(1, last).squeeze(1)
-    logprobs, ids = _logprobs(raw, verdict, mode)
     return Outcome(
         tokens=verdict.tokens,
         count=count,
@@ -131,8 +143,7 @@ def decide(
         accepted=torch.minimum(count, verdict.count - 1),
         start=start,
         features=path_features,
-        logprobs=logprobs,
-        logprob_ids=ids,
+        logprobs=_logprobs(raw, verdict, mode),
     )
 
 
@@ -198,23 +209,23 @@ def _compact(device: Device, rows: Tensor, start: Tensor, path: Tensor, count: T
     move_kv(device.kv.target, source.flatten(), target.flatten())
 
 
-def _logprobs(raw: Tensor, verdict: Verdict, mode: Mode) -> tuple[Tensor | None, Tensor | None]:
-    """Log-probabilities of the raw logits behind each emitted token: the chosen token first, then the best ones."""
+def _logprobs(raw: Tensor, verdict: Verdict, mode: Mode) -> LogprobRows | None:
+    """Log-probabilities behind each emitted token, if anybody wants them."""
     if mode.logprobs < 0:
-        return None, None
-    return top_logprobs(
-        raw.gather(1, verdict.path.unsqueeze(-1).expand(-1, -1, raw.shape[-1])),
-        verdict.tokens,
-        mode.logprobs,
-    )
+        return None
+    path = verdict.path.unsqueeze(-1).expand(-1, -1, raw.shape[-1])
+    return top_logprobs(raw.gather(1, path), verdict.tokens, mode.logprobs)
 
 
-def top_logprobs(logits: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """([..., 1 + count] float32 log-probabilities, [..., 1 + count] int64 ids), the chosen token first."""
-    logprobs = torch.log_softmax(logits.float(), -1)
+def top_logprobs(logits: Tensor, chosen: Tensor, count: int) -> LogprobRows:
+    """Log-probabilities of `logits` ([..., V]): of the `chosen` tokens ([...] int64) and of the `count` likeliest."""
     index = chosen.clamp(min=0).unsqueeze(-1)
-    best, ids = logprobs.topk(count, dim=-1)
-    return torch.cat((logprobs.gather(-1, index), best), -1), torch.cat((index, ids), -1)
+    ids = torch.cat((index, logits.topk(count, dim=-1).indices), -1)
+    return LogprobRows(
+        values=torch.log_softmax(logits.float(), -1).gather(-1, ids),
+        ids=ids,
+        ranks=(logits > logits.gather(-1, index)).sum(-1) + 1,
+    )
 
 
 @dataclass(frozen=True, slots=True)
