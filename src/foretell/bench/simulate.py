@@ -1,0 +1,346 @@
+"""Simulation: our own scheduler on a clock that measured step costs drive, with drawn acceptance. No model runs.
+
+Every replica is a real Scheduler with a real block pool; only the device is replaced, by a table of costs and a draw of
+how many drafted tokens are accepted. So admission, chunked prompts, budgets, preemption and the host that plans a step
+ahead are not modelled but run. What comes out are the same figures as of a real load (serving.py sums both up).
+
+Invariant: the same seed gives the same result, and nothing reads the real clock.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from foretell.bench.client import Served
+from foretell.bench.costs import Costs
+from foretell.bench.serving import arrivals
+from foretell.engine.blocks import BlockManager
+from foretell.engine.request import Request
+from foretell.engine.scheduler import Scheduler
+from foretell.runner.plan import Plan, SlotResult, StepResult
+from foretell.sampling_params import SamplingParams
+from foretell.spec.tree import chain
+
+Router = Literal["least", "turn", "random"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One replica: the limits of its engine.
+
+    Args:
+        blocks: of KV, the null block included.
+        k: longest chain that is drafted; 0 = plain decoding.
+        choose: pick plain or the chain before every step, whichever promises more tokens a second.
+        behind: the host plans a step before the last one is collected, as on a GPU.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 8192
+    block_size: int = 16
+    blocks: int = 16384
+    k: int = 0
+    choose: bool = True
+    behind: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Accepting:
+    """How many drafted tokens are accepted.
+
+    Args:
+        conditional: probability that the first, second, ... token of a chain is, if those before it are.
+    """
+
+    conditional: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if any(not 0 <= p <= 1 for p in self.conditional):
+            raise ValueError(f"acceptance must lie in [0, 1], got {self.conditional!r}")
+
+    def length(self, k: int) -> float:
+        """Expected tokens a step emits with a chain of k, the target's own included."""
+        total = alive = 1.0
+        for place in range(k):
+            alive *= self._at(place)
+            total += alive
+        return total
+
+    def draw(self, k: int, noise: random.Random) -> int:
+        """Accepted tokens of one chain of k."""
+        for place in range(k):
+            if noise.random() >= self._at(place):
+                return place
+        return k
+
+    def _at(self, place: int) -> float:
+        """Beyond what was measured the last one goes on."""
+        return self.conditional[min(place, len(self.conditional) - 1)] if self.conditional else 0.0
+
+
+def constant_acceptance(length: float, k: int) -> Accepting:
+    """The acceptance that gives a chain of k a mean length, if every position is alike.
+
+    Raises:
+        ValueError: no acceptance does: the length is outside [1, k + 1].
+    """
+    if not 1 <= length <= k + 1:
+        raise ValueError(
+            f"a chain of {k} cannot have a mean length of {length}: it lies in [1, {k + 1}]"
+        )
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if Accepting((middle,)).length(k) < length else (low, middle)
+    return Accepting(((low + high) / 2,))
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request to come."""
+
+    due: float
+    prompt: int
+    output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What arrives.
+
+    Args:
+        lengths: (prompt tokens, output tokens) of real requests; drawn with replacement.
+        rate: requests a second, Poisson; infinity = all at once.
+    """
+
+    lengths: Sequence[tuple[int, int]]
+    rate: float
+    requests: int
+    seed: int = 0
+
+    def jobs(self) -> list[Job]:
+        """The requests, in order of arrival."""
+        draw = random.Random(self.seed + 1)
+        due = arrivals(self.rate, self.requests, self.seed)
+        return [Job(at, *draw.choice(list(self.lengths))) for at in due]
+
+
+@dataclass(slots=True)
+class _Life:
+    """What a client sees."""
+
+    job: Job
+    pieces: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Row:
+    """What the device knows of a slot."""
+
+    length: int
+    limit: int
+    life: _Life
+    live: bool = True
+
+
+class Replica:
+    """One engine, simulated.
+
+    Args:
+        noise: draws acceptance.
+    """
+
+    def __init__(
+        self, shape: Shape, costs: Costs, accepting: Accepting, noise: random.Random
+    ) -> None:
+        self.shape = shape
+        self.costs = costs
+        self.accepting = accepting
+        self.clock = 0.0
+        self.busy = 0.0  # seconds that steps took
+        self.steps = 0
+        self.tokens = 0
+        self.lives: list[_Life] = []
+        self._noise = noise
+        trees = (chain(0),) if shape.k == 0 else (chain(0), chain(shape.k))
+        self.scheduler = Scheduler(
+            BlockManager(shape.blocks, shape.block_size, prefix_cache=False),
+            shape.max_num_seqs,
+            shape.max_num_batched_tokens,
+            shape.max_model_len,
+            trees,
+        )
+        self._rows: dict[int, _Row] = {}
+        self._ready: deque[StepResult] = deque()
+        self._named: dict[str, _Life] = {}
+
+    @property
+    def load(self) -> int:
+        """Requests that run or wait."""
+        return len(self.scheduler.running) + len(self.scheduler.waiting)
+
+    def add(self, job: Job) -> None:
+        """A request arrives; the clock of an idle replica moves on to it.
+
+        Raises:
+            ValueError: it can never run here.
+        """
+        if not self.scheduler.unfinished:
+            self.clock = max(self.clock, job.due)
+        name = str(len(self.lives))
+        params = SamplingParams(max_tokens=job.output, ignore_eos=True)
+        self.scheduler.add(Request(name, (0,) * job.prompt, params, seed=0))
+        self._named[name] = _Life(job)
+        self.lives.append(self._named[name])
+
+    def advance(self, until: float) -> None:
+        """Run steps that begin before `until`."""
+        while self.scheduler.unfinished and self.clock < until:
+            self._step()
+
+    def _step(self) -> None:
+        if self.shape.k and self.shape.choose:
+            self.scheduler.wanted_tree = self._best()
+        plan = self.scheduler.plan()
+        if plan is not None:
+            seconds = self._seconds(plan)
+            self.clock += seconds
+            self.busy += seconds
+            self.steps += 1
+            self._ready.append(self._run(plan))
+        keep = 1 if self.shape.behind and plan is not None else 0
+        while len(self._ready) > keep:
+            self.scheduler.collect(self._ready.popleft())
+
+    def _best(self) -> int:
+        """Plain or the chain, by expected tokens a second at the present batch."""
+        requests = max(1, len(self.scheduler.running))
+        plain = 1 / self.costs.step(requests, 1)
+        drafted = self.accepting.length(self.shape.k) / self.costs.step(requests, self.shape.k + 1)
+        return int(drafted > plain)
+
+    def _seconds(self, plan: Plan) -> float:
+        nodes = self.scheduler.trees[plan.tree].nodes
+        prompt = sum(chunk.count for chunk in plan.chunks)
+        return self.costs.step(len(plan.decode), nodes) + self.costs.prompt(prompt)
+
+    def _run(self, plan: Plan) -> StepResult:
+        """What the device would have done."""
+        if plan.new:
+            owner = {r.slot: self._named[r.id] for r in self.scheduler.running}
+            for new in plan.new:
+                self._rows[new.slot] = _Row(len(new.tokens), new.limit, owner[new.slot])
+        k = self.scheduler.trees[plan.tree].depth
+        results = [self._emit(chunk.slot, 0) for chunk in plan.chunks if chunk.last]
+        results += [self._emit(slot, k) for slot in plan.decode]
+        return StepResult(plan.step, tuple(r for r in results if r is not None))
+
+    def _emit(self, slot: int, k: int) -> SlotResult | None:
+        row = self._rows[slot]
+        if not row.live:
+            return None
+        accepted = self.accepting.draw(k, self._noise) if k else 0
+        count = min(accepted + 1, row.limit - row.length)
+        row.length += count
+        row.live = row.length < row.limit
+        self.tokens += count
+        row.life.pieces.append(self.clock)
+        return SlotResult(
+            slot,
+            (0,) * count,
+            finish=None if row.live else "length",
+            drafted=k,
+            accepted=min(accepted, count),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a fleet did.
+
+    Args:
+        served: one per request, in order of arrival, as clients saw them.
+        busy: share of the time that replicas were computing.
+        step_ms: mean seconds of a step, in milliseconds.
+        tokens_per_step: emitted tokens per step and replica.
+    """
+
+    served: tuple[Served, ...]
+    replicas: int
+    busy: float
+    step_ms: float
+    tokens_per_step: float
+    preemptions: int
+
+
+def simulate(
+    traffic: Traffic,
+    shape: Shape,
+    costs: Costs,
+    accepting: Accepting,
+    replicas: int = 1,
+    router: Router = "least",
+) -> Outcome:
+    """Run the traffic through `replicas` engines behind one router.
+
+    Args:
+        router: "least" sends a request where the fewest are, "turn" goes round, "random" draws.
+
+    Raises:
+        ValueError: a request can never run, or there is no replica.
+    """
+    if replicas < 1:
+        raise ValueError(f"replicas must be at least 1, got {replicas}")
+    fleet = [
+        Replica(shape, costs, accepting, random.Random(f"{traffic.seed} {i}"))
+        for i in range(replicas)
+    ]
+    pick = _router(router, fleet, random.Random(traffic.seed + 2))
+    jobs = traffic.jobs()
+    for turn, job in enumerate(jobs):
+        for replica in fleet:
+            replica.advance(job.due)
+        pick(turn).add(job)
+    for replica in fleet:
+        replica.advance(float("inf"))
+    lives = sorted((life for r in fleet for life in r.lives), key=lambda life: life.job.due)
+    steps = sum(r.steps for r in fleet)
+    span = max(r.clock for r in fleet) - (jobs[0].due if jobs else 0.0)
+    return Outcome(
+        served=tuple(map(_seen, lives)),
+        replicas=replicas,
+        busy=sum(r.busy for r in fleet) / (replicas * span) if span > 0 else 0.0,
+        step_ms=1e3 * sum(r.busy for r in fleet) / steps if steps else 0.0,
+        tokens_per_step=sum(r.tokens for r in fleet) / steps if steps else 0.0,
+        preemptions=sum(r.scheduler.preemptions for r in fleet),
+    )
+
+
+def _router(
+    name: Router, fleet: Sequence[Replica], draw: random.Random
+) -> Callable[[int], Replica]:
+    match name:
+        case "least":
+            return lambda _: min(fleet, key=lambda replica: replica.load)
+        case "turn":
+            return lambda turn: fleet[turn % len(fleet)]
+        case "random":
+            return lambda _: draw.choice(fleet)
+        case _:
+            raise ValueError(f"router must be least, turn or random, got {name!r}")
+
+
+def _seen(life: _Life) -> Served:
+    return Served(
+        sent=life.job.due,
+        pieces=tuple(life.pieces),
+        ended=life.pieces[-1],
+        tokens=life.job.output,
+        prompt_tokens=life.job.prompt,
+        counted=True,
+    )
