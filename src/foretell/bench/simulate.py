@@ -23,7 +23,8 @@ from foretell.engine.request import Request
 from foretell.engine.scheduler import Scheduler
 from foretell.runner.plan import Plan, SlotResult, StepResult
 from foretell.sampling_params import SamplingParams
-from foretell.spec.tree import chain
+from foretell.spec.acceptance import best_tree, expected_tokens
+from foretell.spec.tree import Tree
 
 Router = Literal["least", "turn", "random"]
 
@@ -34,8 +35,8 @@ class Shape:
 
     Args:
         blocks: of KV, the null block included.
-        k: longest chain that is drafted; 0 = plain decoding.
-        choose: pick plain or the chain before every step, whichever promises more tokens a second.
+        tree: index into the costs' trees that every step runs; None = the one that promises the most tokens a second at
+            the batch it finds, as the controller does.
         behind: the host plans a step before the last one is collected, as on a GPU.
     """
 
@@ -44,8 +45,7 @@ class Shape:
     max_model_len: int = 8192
     block_size: int = 16
     blocks: int = 16384
-    k: int = 0
-    choose: bool = True
+    tree: int | None = None
     behind: bool = True
 
 
@@ -54,50 +54,44 @@ class Accepting:
     """How many drafted tokens are accepted.
 
     Args:
-        conditional: probability that the first, second, ... token of a chain is, if those before it are.
+        rates: by depth, as in spec/acceptance.py; the last one holds for deeper nodes; none = nothing is accepted.
     """
 
-    conditional: tuple[float, ...]
+    rates: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if any(not 0 <= p <= 1 for p in self.conditional):
-            raise ValueError(f"acceptance must lie in [0, 1], got {self.conditional!r}")
+        if any(not 0 <= p <= 1 for p in self.rates):
+            raise ValueError(f"acceptance must lie in [0, 1], got {self.rates!r}")
 
-    def length(self, k: int) -> float:
-        """Expected tokens a step emits with a chain of k, the target's own included."""
-        total = alive = 1.0
-        for place in range(k):
-            alive *= self._at(place)
-            total += alive
-        return total
-
-    def draw(self, k: int, noise: random.Random) -> int:
-        """Accepted tokens of one chain of k."""
-        for place in range(k):
-            if noise.random() >= self._at(place):
-                return place
-        return k
-
-    def _at(self, place: int) -> float:
-        """Beyond what was measured the last one goes on."""
-        return self.conditional[min(place, len(self.conditional) - 1)] if self.conditional else 0.0
+    def draw(self, tree: Tree, noise: random.Random) -> int:
+        """Accepted tokens of one draft; a depth is reached as often as the expected length counts it."""
+        reach = noise.random()
+        before = 1.0
+        for depth in range(1, tree.depth + 1):
+            length = expected_tokens(tree, self.rates, most=depth)
+            if reach >= length - before:
+                return depth - 1
+            before = length
+        return tree.depth
 
 
-def constant_acceptance(length: float, k: int) -> Accepting:
-    """The acceptance that gives a chain of k a mean length, if every position is alike.
+def constant_acceptance(length: float, tree: Tree) -> Accepting:
+    """The acceptance, equal at every depth, that gives a tree a mean length.
 
     Raises:
-        ValueError: no acceptance does: the length is outside [1, k + 1].
+        ValueError: no acceptance does.
     """
-    if not 1 <= length <= k + 1:
+    longest = expected_tokens(tree, (1.0,))
+    if not 1 <= length <= longest:
         raise ValueError(
-            f"a chain of {k} cannot have a mean length of {length}: it lies in [1, {k + 1}]"
+            f"a tree of {tree.nodes} nodes cannot have a mean length of {length}: it lies in [1, {longest:.2f}]"
         )
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if Accepting((middle,)).length(k) < length else (low, middle)
-    return Accepting(((low + high) / 2,))
+        below = expected_tokens(tree, (middle,)) < length
+        low, high = (middle, high) if below else (low, middle)
+    return Accepting((high,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,15 +161,15 @@ class Replica:
         self.tokens = 0
         self.lives: list[_Life] = []
         self._noise = noise
-        trees = (chain(0),) if shape.k == 0 else (chain(0), chain(shape.k))
         self.scheduler = Scheduler(
             BlockManager(shape.blocks, shape.block_size, prefix_cache=False),
             shape.max_num_seqs,
             shape.max_num_batched_tokens,
             shape.max_model_len,
-            trees,
+            costs.steps.trees,
         )
         self._rows: dict[int, _Row] = {}
+        self._chosen: dict[int, int] = {}  # rows -> tree
         self._ready: deque[StepResult] = deque()
         self._named: dict[str, _Life] = {}
 
@@ -204,8 +198,7 @@ class Replica:
             self._step()
 
     def _step(self) -> None:
-        if self.shape.k and self.shape.choose:
-            self.scheduler.wanted_tree = self._best()
+        self.scheduler.wanted_tree = self._best() if self.shape.tree is None else self.shape.tree
         plan = self.scheduler.plan()
         if plan is not None:
             seconds = self._seconds(plan)
@@ -218,16 +211,15 @@ class Replica:
             self.scheduler.collect(self._ready.popleft())
 
     def _best(self) -> int:
-        """Plain or the chain, by expected tokens a second at the present batch."""
-        requests = max(1, len(self.scheduler.running))
-        plain = 1 / self.costs.step(requests, 1)
-        drafted = self.accepting.length(self.shape.k) / self.costs.step(requests, self.shape.k + 1)
-        return int(drafted > plain)
+        rows = max(1, len(self.scheduler.running))
+        if rows not in self._chosen:
+            self._chosen[rows] = best_tree(self.costs.steps, rows, self.accepting.rates)
+        return self._chosen[rows]
 
     def _seconds(self, plan: Plan) -> float:
-        nodes = self.scheduler.trees[plan.tree].nodes
-        prompt = sum(chunk.count for chunk in plan.chunks)
-        return self.costs.step(len(plan.decode), nodes) + self.costs.prompt(prompt)
+        prompt = self.costs.prompts.seconds(sum(chunk.count for chunk in plan.chunks))
+        rows = len(plan.decode)
+        return prompt + (self.costs.steps.seconds(rows, plan.tree) if rows else 0.0)
 
     def _run(self, plan: Plan) -> StepResult:
         """What the device would have done."""
@@ -235,16 +227,16 @@ class Replica:
             owner = {r.slot: self._named[r.id] for r in self.scheduler.running}
             for new in plan.new:
                 self._rows[new.slot] = _Row(len(new.tokens), new.limit, owner[new.slot])
-        k = self.scheduler.trees[plan.tree].depth
-        results = [self._emit(chunk.slot, 0) for chunk in plan.chunks if chunk.last]
-        results += [self._emit(slot, k) for slot in plan.decode]
+        trees = self.costs.steps.trees
+        results = [self._emit(c.slot, trees[self.costs.steps.plain]) for c in plan.chunks if c.last]
+        results += [self._emit(slot, trees[plan.tree]) for slot in plan.decode]
         return StepResult(plan.step, tuple(r for r in results if r is not None))
 
-    def _emit(self, slot: int, k: int) -> SlotResult | None:
+    def _emit(self, slot: int, tree: Tree) -> SlotResult | None:
         row = self._rows[slot]
         if not row.live:
             return None
-        accepted = self.accepting.draw(k, self._noise) if k else 0
+        accepted = self.accepting.draw(tree, self._noise)
         count = min(accepted + 1, row.limit - row.length)
         row.length += count
         row.live = row.length < row.limit
@@ -254,7 +246,7 @@ class Replica:
             slot,
             (0,) * count,
             finish=None if row.live else "length",
-            drafted=k,
+            drafted=tree.nodes - 1,
             accepted=min(accepted, count),
         )
 
