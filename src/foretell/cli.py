@@ -125,9 +125,10 @@ def fetch(model: str | None, revision: str | None = None) -> ModelSource:
 def open_llm(engine: EngineOptions) -> LLM:
     """The model, with a sign of life while it loads."""
     arguments = engine.arguments()
-    fetch(engine.model, engine.revision)
+    model = arguments.get("model")
+    fetch(model, arguments.get("revision"))
     with progress() as tell, notes_on_stderr():
-        tell(f"loading {engine.model or DEFAULT_MODEL}")
+        tell(f"loading {model or DEFAULT_MODEL}")
         return LLM(**arguments)
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Annotated, Any, get_type_hints
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from typing import Annotated, Any, get_origin, get_type_hints
 
 from typer import Option
 
+from foretell.configfile import SPECULATION, read_config
 from foretell.sampling_params import SamplingParams
 
 NGRAM_TOKENS = 7  # with the last token 8 rows, which cost a CPU's bf16 product what one row costs
@@ -32,8 +33,11 @@ def _sampling(*names: str, help: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """LLM's arguments as options; what is left out keeps LLM's own default."""
+    """LLM's arguments as options; what is left out is as in the config file, else LLM's own default."""
 
+    config: Annotated[
+        str | None, _engine("--config", help="YAML file of LLM's arguments; options win over it.")
+    ] = None
     model: Annotated[
         str | None,
         _engine("--model", "-m", help="Directory, GGUF file or hub name. [default: SmolLM2-135M]"),
@@ -95,17 +99,19 @@ class EngineOptions:
     tensor_parallel_size: Annotated[
         int | None, _engine("--tensor-parallel-size", "-tp", help="Devices to spread over.")
     ] = None
+    plain: bool = False  # not an option: no drafter, whatever was asked for
 
     @property
     def drafts(self) -> bool:
         """Some drafter was asked for."""
-        return any((self.speculate_model, self.spec_method, self.speculative_config))
+        return any(self.arguments().get(key) for key in ("speculate_model", "speculative_config"))
 
     @property
     def method(self) -> str:
         """The drafter's name, as far as the options tell: its method, else its checkpoint."""
-        config = self.arguments().get("speculative_config", {})
-        named = config.get("method") or config.get("model") or self.speculate_model
+        arguments = self.arguments()
+        config = arguments.get("speculative_config") or {}
+        named = config.get("method") or config.get("model") or arguments.get("speculate_model")
         return str(named or "none")
 
     def with_drafts(self) -> EngineOptions:
@@ -117,23 +123,35 @@ class EngineOptions:
 
     def without_drafts(self) -> EngineOptions:
         """The same engine, plain."""
-        return replace(
-            self,
-            speculate_model=None,
-            num_speculative_tokens=None,
-            spec_method=None,
-            speculative_config=None,
-        )
+        return replace(self, plain=True)
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of LLM(...).
 
         Raises:
-            ValueError: --speculative-config is not a JSON object, or says other than --spec-method.
+            ValueError: the config file cannot be read, --speculative-config is not a JSON object, or it says other
+                than --spec-method.
         """
-        given = {name: value for name, value in asdict(self).items() if value is not None}
+        given = {
+            name: value
+            for name, value in asdict(self).items()
+            if value is not None and name not in ("config", "plain")
+        }
+        said = self._speculation(given)
+        from_file = {} if self.config is None else read_config(self.config)
+        if any(key in said for key in ("speculate_model", "speculative_config")):
+            from_file = {k: v for k, v in from_file.items() if k not in SPECULATION}
+        elif said and "speculative_config" in from_file:
+            from_file["speculative_config"] = {**from_file["speculative_config"], **said}
+            said = {}
+        merged = {**from_file, **given, **said}
+        return {k: v for k, v in merged.items() if not (self.plain and k in SPECULATION)}
+
+    def _speculation(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Takes what speaks of speculation out of `given` and returns it in LLM's words."""
         method = given.pop("spec_method", None)
         text = given.pop("speculative_config", None)
+        short = {key: given.pop(key) for key in SPECULATION if key in given}
         config = {} if text is None else _json_object("--speculative-config", text)
         if method is not None:
             if config.setdefault("method", method) != method:
@@ -142,11 +160,9 @@ class EngineOptions:
                     "disagree; give one of them"
                 )
             for option, key in (("num_speculative_tokens",) * 2, ("speculate_model", "model")):
-                if option in given:
-                    config.setdefault(key, given.pop(option))
-        if config:
-            given["speculative_config"] = config
-        return given
+                if option in short:
+                    config.setdefault(key, short.pop(option))
+        return {**short, **({"speculative_config": config} if config else {})}
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +212,12 @@ def flatten(function: Callable[..., None]) -> Callable[..., None]:
     """
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, type] = {
-        name: hint for name, hint in hints.items() if hint in (EngineOptions, SamplingOptions)
+        name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)
     }
 
     def run(**values: Any) -> None:
         for name, group in groups.items():
-            values[name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
+            values[name] = group(**{key: values.pop(key) for key in _options(group)})
         function(**values)
 
     parameters: list[inspect.Parameter] = []
@@ -214,11 +230,17 @@ def flatten(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _field_parameters(group: type) -> list[inspect.Parameter]:
+def _options(group: type) -> dict[str, Any]:
+    """Name -> annotation of the fields that are options; a field without an Option is not one."""
     hints = get_type_hints(group, include_extras=True)
+    return {name: hint for name, hint in hints.items() if get_origin(hint) is Annotated}
+
+
+def _field_parameters(group: Any) -> list[inspect.Parameter]:
+    defaults = {f.name: f.default for f in fields(group)}
     return [
         inspect.Parameter(
-            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name]
+            name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint
         )
-        for f in fields(group)
+        for name, hint in _options(group).items()
     ]

@@ -161,6 +161,7 @@ def test_options_reach_llm_and_what_is_left_out_is_not_passed() -> None:
 def test_every_engine_option_is_a_field_of_the_engine_config() -> None:
     known = {f.name for f in fields(EngineConfig)}
     words = {"speculate_model", "num_speculative_tokens", "spec_method", "speculative_config"}
+    words |= {"config", "plain"}
     assert {f.name for f in fields(EngineOptions)} - words <= known
 
 
