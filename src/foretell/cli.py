@@ -28,6 +28,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from typer import Argument, Option
 
 from foretell import demo as demonstration
+from foretell.commands import bench
 from foretell.llm import LLM
 from foretell.metrics import Metrics
 from foretell.model.hub import DEFAULT_MODEL, ModelSource, resolve
@@ -42,6 +43,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench.app, name="bench")
 JsonOption = Annotated[bool, Option("--json", help="Print JSON, and only JSON, on stdout.")]
 
 
