@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "foretell"
-LEAVES = ("config", "sampling_params", "speculation", "metrics", "outputs")
+LEAVES = ("config", "sampling_params", "speculation", "metrics", "outputs", "structured_outputs")
 LAYERS = ("ops", "model", "spec", "runner", "engine")
 TOP = len(LAYERS) + 1
 ROOT = TOP + 1

@@ -10,6 +10,7 @@ Invariant: no counter ever falls, and the accepted tokens of a step are at most 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
@@ -39,6 +40,100 @@ class Timing:
     def since(self, earlier: Timing) -> Timing:
         """What was added after `earlier`."""
         return Timing(self.count - earlier.count, self.seconds - earlier.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How a quantity was spread: `counts[i]` values were at most `bounds[i]` and above the bound before.
+
+    Args:
+        counts: one more than `bounds`; the last counts what is above all.
+        total: sum of the values.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float = 0.0
+
+    @property
+    def count(self) -> int:
+        """How many values there were."""
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float:
+        """Of the values; 0 without any."""
+        return self.total / self.count if self.count else 0.0
+
+    def since(self, earlier: Histogram) -> Histogram:
+        """What was added after `earlier`."""
+        counts = tuple(a - b for a, b in zip(self.counts, earlier.counts, strict=True))
+        return Histogram(self.bounds, counts, self.total - earlier.total)
+
+
+def _empty(*bounds: float) -> Histogram:
+    return Histogram(bounds, (0,) * (len(bounds) + 1))
+
+
+_LONG = (10.0, 20.0, 40.0, 80.0)
+_FIRST = _empty(
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(*_LONG, 160.0, 640.0, 2560.0),
+)
+_NEXT = _empty(
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, *_LONG)
+)
+_WHOLE = _empty(
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_LENGTHS = _empty(*(float(m * 10**e) for e in range(6) for m in (1, 2, 5)))
+_FEW = _empty(1.0, 2.0, 5.0, 10.0, 20.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Histograms:
+    """Spreads over requests (seconds or tokens); `inter_token_latency` is over outputs, the first one left out.
+
+    Args:
+        queue_time: from arrival to the first admission.
+        prefill_time, decode_time: from there to the first token, and from there to the end.
+        inference_time: from the first admission to the end.
+        time_per_output_token: decode_time over the tokens after the first.
+    """
+
+    time_to_first_token: Histogram = _FIRST
+    inter_token_latency: Histogram = _NEXT
+    time_per_output_token: Histogram = _NEXT
+    e2e_latency: Histogram = _WHOLE
+    queue_time: Histogram = _WHOLE
+    prefill_time: Histogram = _WHOLE
+    decode_time: Histogram = _WHOLE
+    inference_time: Histogram = _WHOLE
+    prompt_tokens: Histogram = _LENGTHS
+    generation_tokens: Histogram = _LENGTHS
+    max_tokens: Histogram = _LENGTHS
+    n: Histogram = _FEW
+
+    def since(self, earlier: Histograms) -> Histograms:
+        """What was added after `earlier`."""
+        pairs = {
+            f.name: (getattr(self, f.name), getattr(earlier, f.name)) for f in fields(Histograms)
+        }
+        return Histograms(**{name: now.since(before) for name, (now, before) in pairs.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the engine holds right now; no counter.
+
+    Args:
+        kv_cache_usage: share of the KV blocks that requests own, between 0 and 1.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    kv_cache_usage: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +171,10 @@ class Metrics:
         prompt_tokens, cached_prompt_tokens: tokens of admitted prompts, and how many of them the prefix cache held.
         prefix_cache_queries, prefix_cache_hits: prompt tokens looked up in the prefix cache, and found.
         corrupted_requests: requests that ended because their logits were not numbers.
+        drafter_fallbacks: requests that went on without drafts because the drafter failed for them.
         time_to_first_token, latency: from arrival to the first token, and to the end, of requests.
+        histograms: the same and more, as spreads.
+        state: of the engine at the time of the snapshot.
     """
 
     num_drafts: int = 0
@@ -94,6 +192,9 @@ class Metrics:
     finished: Finished = field(default_factory=Finished)
     time_to_first_token: Timing = field(default_factory=Timing)
     latency: Timing = field(default_factory=Timing)
+    drafter_fallbacks: int = 0
+    histograms: Histograms = field(default_factory=Histograms)
+    state: State = field(default_factory=State)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -122,7 +223,10 @@ class Metrics:
 def _difference(now: Any, before: Any) -> Any:
     if isinstance(now, tuple):
         return tuple(a - b for a, b in zip_longest(now, before, fillvalue=0))
-    return now.since(before) if isinstance(now, Timing | Finished) else now - before
+    if isinstance(now, State):
+        return now
+    counted = isinstance(now, Timing | Finished | Histograms)
+    return now.since(before) if counted else now - before
 
 
 class Counts(Protocol):
@@ -165,9 +269,36 @@ class _Live:
     """What is known of a request that has not ended."""
 
     arrival: float
+    params: SamplingParams
+    started: float | None = None  # first admission
+    first: float | None = None  # first token
+    last: float = 0.0  # last output
+    generated: int = 0
+    prompt: int = 0
     admitted: bool = False
-    answered: bool = False
     preemptions: int = 0
+
+
+class _Spreads:
+    """Histograms that grow."""
+
+    def __init__(self) -> None:
+        empty = Histograms()
+        self._bounds = {f.name: getattr(empty, f.name).bounds for f in fields(Histograms)}
+        self._counts = {name: [0] * (len(b) + 1) for name, b in self._bounds.items()}
+        self._totals = dict.fromkeys(self._bounds, 0.0)
+
+    def add(self, name: str, value: float) -> None:
+        self._counts[name][bisect_left(self._bounds[name], value)] += 1
+        self._totals[name] += value
+
+    def snapshot(self) -> Histograms:
+        return Histograms(
+            **{
+                name: Histogram(bounds, tuple(self._counts[name]), self._totals[name])
+                for name, bounds in self._bounds.items()
+            }
+        )
 
 
 class Recorder:
@@ -187,6 +318,8 @@ class Recorder:
         self._preemptions = self._corrupted = 0
         self._finished = Finished()
         self._first_token = self._latency = Timing()
+        self._fallbacks = 0
+        self._spreads = _Spreads()
 
     def snapshot(self) -> Metrics:
         """The counters as they stand."""
@@ -206,11 +339,24 @@ class Recorder:
             finished=self._finished,
             time_to_first_token=self._first_token,
             latency=self._latency,
+            drafter_fallbacks=self._fallbacks,
+            histograms=self._spreads.snapshot(),
         )
 
     def added(self, request: Request) -> None:
         """A request was queued."""
-        self._live[request.id] = _Live(self._clock())
+        self._live[request.id] = _Live(self._clock(), request.params, prompt=request.prompt_length)
+
+    def admitted(self, request: Request) -> None:
+        """A request left the queue."""
+        live = self._live.get(request.id)
+        if live is not None and live.started is None:
+            live.started = self._clock()
+            self._spreads.add("queue_time", live.started - live.arrival)
+
+    def fell_back(self, request: Request) -> None:
+        """The drafter failed for a request; it goes on without drafts."""
+        self._fallbacks += 1
 
     def emitted(self, request: Request, result: Result) -> None:
         """A step brought something for a request; nothing counts after its end was reported."""
@@ -220,9 +366,8 @@ class Recorder:
         if not live.admitted:
             live.admitted = True
             self._admit(request)
-        if result.tokens and not live.answered:
-            live.answered = True
-            self._first_token = self._first_token.plus(self._clock() - live.arrival)
+        if result.tokens:
+            self._heard(live, len(result.tokens))
         self._preemptions += request.counts.preemptions - live.preemptions
         live.preemptions = request.counts.preemptions
         self._generated += len(result.tokens)
@@ -236,6 +381,36 @@ class Recorder:
             before = self._finished
             self._finished = replace(before, **{reason: getattr(before, reason) + 1})
             self._latency = self._latency.plus(self._clock() - live.arrival)
+            self._over(live)
+
+    def _heard(self, live: _Live, tokens: int) -> None:
+        now = self._clock()
+        if live.first is None:
+            live.first = now
+            self._first_token = self._first_token.plus(now - live.arrival)
+            self._spreads.add("time_to_first_token", now - live.arrival)
+        else:
+            self._spreads.add("inter_token_latency", now - live.last)
+        live.last = now
+        live.generated += tokens
+
+    def _over(self, live: _Live) -> None:
+        """Spreads of a request that has ended; one that never ran has no times but its length and latency."""
+        now, add = self._clock(), self._spreads.add
+        add("e2e_latency", now - live.arrival)
+        add("prompt_tokens", live.prompt)
+        add("generation_tokens", live.generated)
+        add("n", live.params.n)
+        if live.params.max_tokens is not None:
+            add("max_tokens", live.params.max_tokens)
+        if live.started is None:
+            return
+        add("inference_time", now - live.started)
+        if live.first is not None:
+            add("prefill_time", live.first - live.started)
+            add("decode_time", live.last - live.first)
+            if live.generated > 1:
+                add("time_per_output_token", (live.last - live.first) / (live.generated - 1))
 
     def _admit(self, request: Request) -> None:
         length, cached = request.prompt_length, request.counts.cached

@@ -19,12 +19,14 @@ from difflib import get_close_matches
 from enum import Enum
 from typing import Self, cast
 
+from foretell.structured_outputs import StructuredOutputsParams
+
 GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 1e-2
 MAX_LOGPROBS = 20  # vLLM's default cap on `logprobs` and `prompt_logprobs`
 SEED_LOW, SEED_HIGH = -(1 << 63), (1 << 63) - 1
 
-_STRUCTURED = "Constrained output is not available; validate the text after generation."
+_STRUCTURED = "Use structured_outputs=StructuredOutputsParams(json=..., regex=..., choice=..., or grammar=...)."
 _BEAM = "Beam search is not available; use n > 1 with a temperature for several answers."
 UNSUPPORTED: Mapping[str, str] = {
     "best_of": "Use n and rank the answers yourself.",
@@ -32,7 +34,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "beam_width": _BEAM,
     "length_penalty": _BEAM,
     "early_stopping": _BEAM,
-    "structured_outputs": _STRUCTURED,
     "guided_decoding": _STRUCTURED,
     "guided_json": _STRUCTURED,
     "guided_regex": _STRUCTURED,
@@ -81,6 +82,8 @@ class SamplingParams:
         speculate: False runs this request without drafts, whatever the engine's drafter.
         num_speculative_tokens: at most that many draft tokens per step for this request; None = as
             many as the engine makes.
+        structured_outputs: the form that the answer must have.
+        report_drafts: every output says which of its tokens were drafted, and which tree was verified.
 
     Raises:
         ValueError: a field is unknown, unsupported, of a wrong type or out of range.
@@ -112,6 +115,8 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     speculate: bool = True
     num_speculative_tokens: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    report_drafts: bool = False
 
     def __new__(cls, *args: object, **named: object) -> Self:
         # __init__ would answer an unknown keyword with a TypeError that names no remedy.
@@ -231,6 +236,11 @@ class SamplingParams:
         for name in _BOOLS:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        wanted = self.structured_outputs
+        if not isinstance(wanted, StructuredOutputsParams | None):
+            raise ValueError(
+                f"structured_outputs must be StructuredOutputsParams(...), got {wanted!r}."
+            )
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}.")
 
@@ -310,6 +320,10 @@ class SamplingParams:
             self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
             "allowed_token_ids is not None and empty! Leave it out, or name at least one token id.",
         )
+        _require(
+            self.structured_outputs is None or not (self.ignore_eos or self.min_tokens),
+            "structured_outputs ends the answer where it is complete: leave out ignore_eos and min_tokens.",
+        )
 
     def _check_greedy(self) -> None:
         _require(self.n == 1, f"n must be 1 when using greedy sampling, got {self.n}.")
@@ -333,6 +347,7 @@ _BOOLS = (
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
     "speculate",
+    "report_drafts",
 )
 
 

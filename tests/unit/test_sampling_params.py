@@ -70,6 +70,8 @@ def test_defaults_are_vllms():
         "allowed_token_ids": None,
         "speculate": True,
         "num_speculative_tokens": None,
+        "structured_outputs": None,
+        "report_drafts": False,
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from foretell.config import EngineConfig
 from foretell.engine.blocks import BlockManager
 from foretell.engine.engine import Engine, Watcher
@@ -9,6 +11,8 @@ from foretell.engine.scheduler import Scheduler
 from foretell.runner.build import Built
 from foretell.runner.load import build
 
+from foretell.spec import grammar
+from foretell.spec.grammar import Grammars
 
 def build_engine(config: EngineConfig, watcher: Watcher | None = None) -> tuple[Engine, object]:
     """Load and allocate everything; returns the engine and the tokenizer.
@@ -25,6 +29,9 @@ def engine_around(built: Built, config: EngineConfig, watcher: Watcher | None = 
     scheduler = Scheduler(
         blocks=BlockManager(built.blocks, config.block_size, config.enable_prefix_caching),
         max_num_seqs=config.max_num_seqs,
+    if built.tokenizer is not None:
+        tokens = cast("grammar.Tokenizer", built.tokenizer)
+        built.runner.grammars = Grammars(tokens, built.vocab_size, built.eos_token_ids)
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=built.max_model_len,
         trees=built.trees,

@@ -7,6 +7,7 @@ who runs is the scheduler's, what happens is the runner's.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +16,12 @@ from typing import Protocol
 from foretell.engine.request import Request
 from foretell.engine.scheduler import Scheduler
 from foretell.runner.outbox import Ticket
-from foretell.runner.plan import LogprobRow, SlotResult
+from foretell.runner.plan import DraftTree, LogprobRow, Plan, SlotResult
 from foretell.runner.runner import Runner
 from foretell.sampling_params import SamplingParams
+from foretell.spec.grammar import Grammars
+
+log = logging.getLogger("foretell")
 
 
 class Watcher(Protocol):
@@ -29,6 +33,14 @@ class Watcher(Protocol):
 
     def emitted(self, request: Request, result: SlotResult) -> None:
         """A step brought something for a request; `request.finish` says whether it is over."""
+    def admitted(self, request: Request) -> None:
+        """A request left the queue; after a preemption, once more."""
+        ...
+
+    def fell_back(self, request: Request) -> None:
+        """The drafter failed for a request; it goes on without drafts."""
+        ...
+
         ...
 
 
@@ -48,6 +60,7 @@ class Delta:
     accepted: int = 0
 
 
+    tree: DraftTree | None = None  # what was verified, for requests that report their drafts
 class Engine:
     """Runs requests to their end.
 
@@ -74,6 +87,7 @@ class Engine:
         self.watcher = watcher
         self._max_stop_ids = max_stop_ids
         self._pending: deque[Ticket] = deque()
+        self.tolerant = False  # a drafter that fails ends the drafts of a request, not the engine
 
     @property
     def max_model_len(self) -> int:
@@ -86,6 +100,11 @@ class Engine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         *,
+    @property
+    def grammars(self) -> Grammars | None:
+        """Compiles structured outputs; None without a tokenizer."""
+        return self.runner.grammars
+
         seed: int,
         priority: int = 0,
         bad_words: Sequence[Sequence[int]] = (),
@@ -113,6 +132,10 @@ class Engine:
             params=params,
             seed=seed,
             priority=priority,
+        if params.structured_outputs is not None:
+            if self.grammars is None:
+                raise ValueError("structured_outputs needs a tokenizer, and this engine has none")
+            self.grammars.compile(params.structured_outputs)
             stop_ids=self._stop_ids(params),
             bad_words=tuple(tuple(word) for word in bad_words),
         )
@@ -152,12 +175,14 @@ class Engine:
         while self._pending and (
             plan is None or len(self._pending) > 1 or self._pending[0].ready()
         ):
+        if plan is not None and plan.new and self.watcher is not None:
+            for request in self.scheduler.in_slots({new.slot for new in plan.new}):
+                self.watcher.admitted(request)
             deltas += self._collect(self._pending.popleft(), ended)
         if plan is not None:
             # Known to be over: only where this very plan was collected, since `ended` speaks of the last ticket opened.
             over = frozenset() if self._pending else frozenset(ended)
-            drafted = self.runner.draft(plan, over)
-            if drafted is False:
+            if self._draft(plan, over) is False:
                 self.scheduler.nothing_drafted()
         return deltas
 
@@ -167,6 +192,31 @@ class Engine:
         result = ticket.result()
         ended.update(slot.slot for slot in result.slots if slot.finish is not None)
         for request, slot in self.scheduler.collect(result):
+    def _draft(self, plan: Plan, over: frozenset[int]) -> bool | None:
+        try:
+            return self.runner.draft(plan, over)
+        except Exception:
+            if not self.tolerant:
+                raise
+            log.exception("the drafter failed; looking for the requests it fails for")
+            return self._draft_one_by_one(plan, over)
+
+    def _draft_one_by_one(self, plan: Plan, over: frozenset[int]) -> bool | None:
+        """Draft for each slot alone: those that the drafter fails for go on without drafts from here on."""
+        slots = {*plan.decode, *(chunk.slot for chunk in plan.chunks if chunk.last)} - over
+        answers, failed = set[bool | None](), set[int]()
+        for slot in sorted(slots - plan.undrafted):
+            try:
+                answers.add(self.runner.draft(plan, over | (slots - {slot})))
+            except Exception as error:
+                log.warning("no more drafts for the request in slot %d: %r", slot, error)
+                failed.add(slot)
+        self.runner.drop_drafts(failed)
+        for request in self.scheduler.stop_drafting(failed):
+            if self.watcher is not None:
+                self.watcher.fell_back(request)
+        return None if None in answers else True in answers
+
             if self.watcher is not None:
                 self.watcher.emitted(request, slot)
             if slot.finish == "error":
@@ -191,3 +241,4 @@ class Engine:
 
     def _failed(self, request: Request) -> Delta:
         return Delta(request_id=request.id, finish_reason="error", error=request.error)
+            tree=slot.tree,

@@ -84,7 +84,7 @@ class PlanBuilder:
         # With room for one token or none there is nothing to draft. Lengths only grow: who gets no draft any more
         # never gets one again, and its drafter's KV may end here.
         room = low < min(request.limit - 1, self.drafted_length)
-        drafted = request.params.speculates and room
+        drafted = request.params.speculates and request.drafts and room
         if most and not drafted:
             self.undrafted.add(request.slot)
         self.entries.append(Entry(request, request.slot, most, start, drafted))

@@ -82,6 +82,7 @@ class Request:
     in_flight: deque[int] = field(default_factory=deque)  # tokens each launched step may emit
     served: int = 0  # the last step that computed something for it
     registered: int = 0  # leading blocks offered to the prefix cache
+    drafts: bool = True  # False: the drafter failed for it
     shareable: bool = True  # False: what it computes from now on is not for others
     prompt_rows: int = 0  # prompt log-probability rows already delivered
     counts: Counts = field(default_factory=Counts)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Collection
 from dataclasses import replace
 
 from foretell.engine.blocks import BlockManager, extend_chain
@@ -186,6 +187,21 @@ class Scheduler:
     def nothing_drafted(self) -> None:
         """The last launched step left no draft on the device: the next one verifies the smallest tree."""
         self._drafted_tree = self._by_size[-1]
+
+    def in_slots(self, slots: Collection[int]) -> list[Request]:
+        """The running requests in these slots."""
+        return [request for request in self.running if request.slot in slots]
+
+    def stop_drafting(self, slots: Collection[int]) -> list[Request]:
+        """The drafter failed for the requests in these slots: no more drafts for them; they are returned.
+
+        What it wrote behind their blocks is not trusted, so nobody shares them from here on.
+        """
+        stopped = self.in_slots(slots)
+        for request in stopped:
+            request.drafts = request.shareable = False
+            self.blocks.forget(request.blocks)
+        return stopped
 
     def take_failed(self) -> list[Request]:
         """Requests that `plan` ended since the last call; `Request.error` says why."""
@@ -402,6 +418,8 @@ class Scheduler:
             if got.finish == "error":
                 self.blocks.forget(request.blocks)  # NaN may sit in what it computed
                 request.error = "the model returned NaN or infinite logits"
+                if request.params.structured_outputs is not None:
+                    request.error += ", or no token was left that structured_outputs allows"
             self._end(request, got.finish)
             return got
         assert length < request.limit, f"{request.id} is at its limit {request.limit} but goes on"

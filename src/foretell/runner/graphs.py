@@ -125,4 +125,7 @@ def _first_rows(outcome: Outcome, count: int) -> Outcome:
         start=outcome.start[:count],
         features=None if outcome.features is None else outcome.features[:count],
         logprobs=None if outcome.logprobs is None else outcome.logprobs.each(lambda t: t[:count]),
+        nodes=outcome.nodes[:count],
+        parents=outcome.parents[:count],
+        path=outcome.path[:count],
     )

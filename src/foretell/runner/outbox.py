@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foretell.runner.plan import LogprobRow, SlotResult, StepResult
+from foretell.runner.plan import DraftTree, LogprobRow, SlotResult, StepResult
 from foretell.runner.step import BROKEN, FULL, STOPPED, LogprobRows, Outcome
 
 _REASONS = {STOPPED: "stop", FULL: "length", BROKEN: "error"}
@@ -24,6 +24,8 @@ class Parcel:
     numbers: Tensor  # [B, 4 + D + 1] int64: count, reason, drafted, accepted, then the tokens
     logprobs: LogprobRows | None  # [B, D + 1] rows
     wanted: tuple[int, ...]  # how many top log-probabilities each slot asked for, -1 = none
+    reports: tuple[bool, ...]  # which slots report their drafts
+    trees: Tensor | None  # [B, 2 N + D + 1] int64: tokens, parents, path; None if no slot reports
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +67,22 @@ class Ticket:
         return StepResult(step=self._step, slots=tuple(results))
 
 
-def pack(slots: tuple[int, ...], outcome: Outcome, wanted: tuple[int, ...]) -> Parcel:
+def pack(
+    slots: tuple[int, ...], outcome: Outcome, wanted: tuple[int, ...], reports: tuple[bool, ...]
+) -> Parcel:
     """Start the copies of an outcome."""
+    trees = None
+    if any(reports):
+        parents = outcome.parents.expand_as(outcome.nodes)
+        trees = _to_host(torch.cat((outcome.nodes, parents, outcome.path), dim=1))
     head = torch.stack((outcome.count, outcome.reason, outcome.drafted, outcome.accepted), dim=1)
     return Parcel(
         slots=slots,
         numbers=_to_host(torch.cat((head, outcome.tokens), dim=1)),
         logprobs=None if outcome.logprobs is None else outcome.logprobs.each(_to_host),
         wanted=wanted,
+        reports=reports,
+        trees=trees,
     )
 
 
@@ -98,6 +108,7 @@ def _open(parcel: Parcel, prompts: dict[int, tuple[LogprobRow, ...]]) -> list[Sl
                 accepted=accepted,
                 logprobs=_logprobs(parcel, row, count),
                 prompt_logprobs=prompts.pop(slot, None),
+                tree=_tree(parcel, row, accepted),
             )
         )
     return results
@@ -114,6 +125,19 @@ def _logprobs(parcel: Parcel, row: int, count: int) -> tuple[LogprobRow, ...] | 
             ids=ids[row, :count, : 1 + wanted],
             ranks=parcel.logprobs.ranks[row, :count],
         )
+    )
+
+
+def _tree(parcel: Parcel, row: int, accepted: int) -> DraftTree | None:
+    if parcel.trees is None or not parcel.reports[row]:
+        return None
+    numbers = parcel.trees[row].tolist()
+    depth = parcel.numbers.shape[1] - 4  # D + 1
+    nodes = (len(numbers) - depth) // 2
+    return DraftTree(
+        tokens=tuple(numbers[:nodes]),
+        parents=tuple(numbers[nodes : 2 * nodes]),
+        accepted=tuple(numbers[2 * nodes + 1 : 2 * nodes + 1 + accepted]),
     )
 
 

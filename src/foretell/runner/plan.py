@@ -91,6 +91,28 @@ class LogprobRow:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftTree:
+    """What one step verified for one request, node by node; node 0 is the last committed token.
+
+    Args:
+        tokens: -1 where nothing was drafted.
+        parents: the root's is 0.
+        accepted: the accepted nodes, from the root's child on.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+    @property
+    def refused(self) -> bool:
+        """The last accepted node had drafts under it, and none was right."""
+        last = self.accepted[-1] if self.accepted else 0
+        below = zip(self.tokens[1:], self.parents[1:], strict=True)
+        return any(token >= 0 and parent == last for token, parent in below)
+
+
+@dataclass(frozen=True, slots=True)
 class SlotResult:
     """What one slot emitted in one step. The only message from device to host."""
 
@@ -102,6 +124,7 @@ class SlotResult:
     accepted: int = 0  # how many of `tokens` were drafted
     logprobs: tuple[LogprobRow, ...] | None = None  # one per token
     prompt_logprobs: tuple[LogprobRow, ...] | None = None  # for the rows of this step's chunk
+    tree: DraftTree | None = None  # for requests that report their drafts
 
 
 @dataclass(frozen=True, slots=True)

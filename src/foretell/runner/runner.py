@@ -25,10 +25,13 @@ from foretell.runner.step import (
     decide,
     decode_step,
     draft_step,
+    gather_nodes,
     prefill_step,
     top_logprobs,
 )
+from foretell.spec import grammar
 from foretell.spec.drafter import Learner, NoDrafter, PromptRows
+from foretell.spec.grammar import Follower, Grammars
 from foretell.spec.nodes import Nodes, Shape, static_shape
 from foretell.spec.processors import Mode
 from foretell.spec.tree import Tree, chain
@@ -69,6 +72,8 @@ class Runner:
         self._root = static_shape(chain(0), device.slots.device)
         captures = device.slots.device.type == "cuda" and not eager
         self.graphs = StepGraphs(device, self.shapes, captures)
+        self.grammars: Grammars | None = None  # whoever has the tokenizer brings them
+        self._followers: dict[int, Follower] = {}  # of the slots whose request has a grammar
         self._asked: dict[int, NewSlot] = {}  # what each occupied slot's request asked for
         self._drafting = _Drafting(prompt=None, slots=[], outcomes=[])
         self._dirty = False
@@ -83,6 +88,7 @@ class Runner:
         for new in plan.new:
             slots.admit(new)
             self._asked[new.slot] = new
+            self._follow(new)
         for blocks in plan.new_blocks:
             slots.extend_blocks(blocks)
             if self._dirty:
@@ -126,10 +132,18 @@ class Runner:
 
     def _decode(self, plan: Plan) -> Outcome:
         rows, mode = self._rows(plan.decode), self._mode(plan.decode)
-        if not self.graphs.covers(len(plan.decode), mode):
-            return decode_step(self.device, rows, self.shapes[plan.tree], mode, plan.keys)
+        shape = self.shapes[plan.tree]
+        allowed = None
+        if any(slot in self._followers for slot in plan.decode):
+            allowed = self._allowed(plan.decode, gather_nodes(self.device.slots, rows, shape))
+        if allowed is not None or not self.graphs.covers(len(plan.decode), mode):
+            return decode_step(self.device, rows, shape, mode, plan.keys, allowed)
         self._drafting.replayed, outcome = self.graphs.decode(rows, plan.tree, mode)
         return outcome
+
+    def drop_drafts(self, slots: Collection[int]) -> None:
+        """The drafter failed for these slots: what they hold is no draft."""
+        self.device.slots.draft[self._rows(sorted(slots))] = -1
 
     def note_error(self) -> None:
         """A NaN was seen: blocks handed out from now on are cleared first."""
@@ -168,7 +182,14 @@ class Runner:
         hidden = done.hidden[done.ends[picked]].unsqueeze(1)
         nodes = self._roots(self._rows(slots))
         outcome = decide(
-            self.device, self._rows(slots), nodes, hidden, features, self._mode(slots), keys
+            self.device,
+            self._rows(slots),
+            nodes,
+            hidden,
+            features,
+            self._mode(slots),
+            keys,
+            self._allowed(slots, nodes),
         )
         self._keep(slots, outcome, parcels)
 
@@ -227,9 +248,40 @@ class Runner:
 
     def _keep(self, slots: Sequence[int], outcome: Outcome, parcels: list[Parcel]) -> None:
         wanted = tuple(self._wanted_logprobs(s) for s in slots)
-        parcels.append(outbox.pack(tuple(slots), outcome, wanted))
+        reports = tuple(self._asked[s].params.report_drafts for s in slots)
+        parcels.append(outbox.pack(tuple(slots), outcome, wanted, reports))
         self._drafting.slots.extend(slots)
         self._drafting.outcomes.append(outcome)
+
+    def _follow(self, new: NewSlot) -> None:
+        """The grammar of a request that enters a slot starts anew; what the request has said is read in its step."""
+        self._followers.pop(new.slot, None)
+        wanted = new.params.structured_outputs
+        if wanted is not None:
+            assert self.grammars is not None, "a grammar without a tokenizer: refused by Engine.add"
+            self._followers[new.slot] = self.grammars.follow(wanted)
+
+    def _allowed(self, slots: Sequence[int], nodes: Nodes) -> Tensor | None:
+        """[B, N, V] bool, what may follow each node; None where no slot has a grammar.
+
+        The grammar is followed on the host, so these steps wait for the device: committed text and drafts are read.
+        """
+        if not any(slot in self._followers for slot in slots):
+            return None
+        device, rows = self.device.slots, self._rows(slots)
+        lengths, tokens = device.length[rows].tolist(), nodes.tokens.tolist()
+        parents = nodes.shape.parents.expand_as(nodes.tokens).tolist()
+        vocabulary = device.sizes.vocabulary
+        masks = torch.full(
+            (*nodes.tokens.shape, -(-vocabulary // grammar.WORD)), -1, dtype=torch.int32
+        )
+        for row, slot in enumerate(slots):
+            follower = self._followers.get(slot)
+            if follower is not None:
+                start = self._asked[slot].prompt_length + follower.seen
+                follower.advance(device.tokens[slot, start : lengths[row]].tolist())
+                masks[row] = follower.masks(tokens[row], parents[row])
+        return grammar.allowed(masks.to(device.device), vocabulary)
 
     def _wanted_logprobs(self, slot: int) -> int:
         wanted = self._asked[slot].params.logprobs

@@ -68,10 +68,23 @@ class Outcome:
     start: Tensor  # [B] int64, position of tokens[:, 0]
     features: Tensor | None  # [B, D + 1, F], feature of the node that emitted each token
     logprobs: LogprobRows | None  # [B, D + 1] rows, one for each emitted token
+    nodes: Tensor  # [B, N] int64, tokens that were verified, the root first
+    parents: Tensor  # [B or 1, N] int64
+    path: Tensor  # [B, D + 1] int64, accepted nodes from the root; repeats the last one
 
 
-def decode_step(device: Device, rows: Tensor, shape: Shape, mode: Mode, keys: int) -> Outcome:
-    """Verify the drafts of `rows` ([B] int64 slots) and commit what is accepted. `keys` bounds every key index."""
+def decode_step(
+    device: Device,
+    rows: Tensor,
+    shape: Shape,
+    mode: Mode,
+    keys: int,
+    allowed: Tensor | None = None,
+) -> Outcome:
+    """Verify the drafts of `rows` ([B] int64 slots) and commit what is accepted. `keys` bounds every key index.
+
+    `allowed` ([B, N, V] bool) says which tokens may follow each node, where grammars hold.
+    """
     slots, tree = device.slots, shape.tree
     nodes = gather_nodes(slots, rows, shape)
     indices = slots.length[rows].unsqueeze(1) - 1 + torch.arange(tree.nodes, device=rows.device)
@@ -87,7 +100,7 @@ def decode_step(device: Device, rows: Tensor, shape: Shape, mode: Mode, keys: in
         keys=keys,
     )
     hidden, features = device.target(nodes.tokens, meta, device.kv.target, device.drafter.features)
-    return decide(device, rows, nodes, hidden, features, mode, keys)
+    return decide(device, rows, nodes, hidden, features, mode, keys, allowed)
 
 
 def gather_nodes(slots: Slots, rows: Tensor, shape: Shape) -> Nodes:
@@ -111,6 +124,7 @@ def decide(
     features: Tensor | None,
     mode: Mode,
     keys: int,
+    allowed: Tensor | None = None,
 ) -> Outcome:
     """Sample, accept and commit.
 
@@ -118,11 +132,14 @@ def decide(
         rows: [B] int64, slots.
         hidden: [B, N, H], the target's final hidden state of each node.
         features: [B, N, F] or None, what the drafter reads.
+        allowed: [B, N, V] bool or None, what may follow each node.
     """
     slots = device.slots
     raw = device.target.logits(hidden)
     history, law = slots.history(rows, keys, mode), slots.law(rows)
     logits = processors.process(raw, nodes, history, mode)
+    if allowed is not None:
+        logits = torch.where(allowed, logits, -torch.inf)
     verdict = _accept(device, rows, logits, nodes, law, mode)
     start = slots.length[rows]
     count, reason = commit(slots, rows, verdict)
@@ -144,6 +161,9 @@ def decide(
         start=start,
         features=path_features,
         logprobs=_logprobs(raw, verdict, mode),
+        nodes=nodes.tokens,
+        parents=nodes.shape.parents,
+        path=verdict.path,
     )
 
 
