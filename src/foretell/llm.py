@@ -21,6 +21,7 @@ from foretell.config import (
     BLOCK_SIZE,
     MAX_NUM_BATCHED_TOKENS,
     MAX_NUM_SEQS,
+    Compat,
     DType,
     EngineConfig,
     Policy,
@@ -48,6 +49,8 @@ from foretell.text import Tokenizer, TokenText
 
 if TYPE_CHECKING:
     from foretell.engine.engine import Engine
+    from foretell.spec.compat import CompatReport
+    from foretell.spec.resolved import Resolved
 
 Conversation = Sequence[Message]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -99,6 +102,8 @@ class LLM:
         scheduling_policy: Policy = "fcfs",
         max_logprobs: int = MAX_LOGPROBS,
         enforce_eager: bool = False,
+        compat: Compat = "full",
+        trace: str | bool | None = None,
         **others: object,  # only to refuse vLLM's by name, with a remedy
     ) -> None:
         arguments.refuse(
@@ -126,6 +131,8 @@ class LLM:
             scheduling_policy=scheduling_policy,
             max_logprobs=max_logprobs,
             enforce_eager=enforce_eager,
+            compat=compat,
+            trace=trace,
             drafter=speculation.drafter,
             acceptance=speculation.acceptance,
             tree=speculation.tree,
@@ -284,6 +291,16 @@ class LLM:
     def get_metrics(self) -> Metrics:
         """What was counted since the start; `later.since(earlier)` gives what one call added."""
         return self._recorder.snapshot()
+
+    @property
+    def resolved(self) -> Resolved:
+        """What drafts, as it was found out at the start: method, checkpoint, tree, layers, decisions."""
+        return self._open.engine.resolved
+
+    @property
+    def compat(self) -> CompatReport | None:
+        """What the start found out about drafter and target; None = nothing to prove, or compat="off"."""
+        return self._open.engine.compat
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer, of the transformers library."""

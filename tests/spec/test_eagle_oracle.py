@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lab import Lab, make_lab
-from oracles import V, cycle_target, eagle1_oracle, eagle3_oracle
+from oracles import V, cycle_target, eagle1_oracle, eagle3_oracle, mtp_oracle, rope_oracle
 
 from foretell.sampling_params import SamplingParams
 from foretell.spec.checkpoint.vocabularies import whole
@@ -118,3 +118,34 @@ def test_a_reduced_vocabulary_drafts_what_it_has_and_never_changes_the_text(
     sizes = [len(delta.token_ids) for delta in run.deltas]
     assert max(sizes) == 5
     assert sizes.count(1) >= 15
+
+
+ROPE_TREES = {"chain": chain(4), "tree": preset("eagle"), "grown": Growth(3, 4, 12)}
+
+
+@pytest.mark.parametrize("tree", ROPE_TREES)
+@pytest.mark.parametrize("base", [10_000.0, 500_000.0])
+def test_a_network_that_depends_on_its_rope_fills_every_tree(tree: str, base: float) -> None:
+    """It looks for the token three places back, so positions of prompt, window and tree must all be right."""
+    shape = ROPE_TREES[tree]
+    growth = shape if isinstance(shape, Growth) else None
+    bound = shape.bound if isinstance(shape, Growth) else shape
+    prompt = [(25 + i) % V for i in range(20)]
+    for turned in (base, 510_000.0 - base):
+        net = rope_oracle(TARGET, turned, base)
+        drafting = EagleDrafter(net, (-1,), whole(V, CPU), Acceptance.MATCH, growth)
+        run = make_lab(drafting, bound, TARGET).solo(prompt, GREEDY)
+        assert run.tokens == [(5 + i) % V for i in range(40)]
+        sizes = [len(delta.token_ids) for delta in run.deltas[1:-1]]
+        if turned == base:
+            assert set(sizes) == {shape.depth + 1}
+        else:  # a wide tree may hold the right token by chance, as the child of a wrong guess's parent
+            assert sum(sizes) < 1.5 * len(sizes)
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_an_exact_mtp_layer_is_used_as_often_as_is_drafted(k: int) -> None:
+    drafting = EagleDrafter(mtp_oracle(TARGET), (-1,), whole(V, CPU), Acceptance.MATCH)
+    run = make_lab(drafting, chain(k), TARGET).solo([3, 9, 4, 5], GREEDY)
+    assert run.tokens == [(6 + i) % V for i in range(40)]
+    assert {len(delta.token_ids) for delta in run.deltas[2:-1]} == {k + 1}

@@ -7,12 +7,16 @@ the target's features alone and not the token's embedding: a wrong layer or a sh
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.layers import fill
+from foretell.model.rope import Rope
 from foretell.ops.meta import LayerKV, RaggedRows
 from foretell.ops.table import table_for
 from foretell.spec.eagle import Concat, Eagle3Net, Fusion, FusionNet, Parts
@@ -132,4 +136,64 @@ def eagle3_oracle(target: Decoder, taps: tuple[int, ...], rows: int = V) -> Eagl
     fill(net, "first.mlp.gate_up.weight", gate_up)
     fill(net, "first.mlp.down.weight", down)
     fill(net, "head.weight", 20 * shift(1)[:rows])
+    return net
+
+
+def rope_oracle(target: Decoder, base: float, made_for: float, back: int = 3) -> FusionNet:
+    """An EAGLE-1 network that finds its token by position: it attends to the key `back` places before.
+
+    Queries and keys are constant; what turns them is the rope alone, so that with another base than `made_for` it
+    looks at another place. Values say a token as an angle. `base` is what the network's config says.
+    """
+    dim = V // 4
+    config = replace(cycle_config(1), qkv_bias=True, ropes=(Rope(dim=dim, base=base),))
+    parts = Parts(config, own_embedding=0, own_head=0)
+    net = FusionNet(parts, Fusion(), torch.float64, table_for(CPU))
+    empty(net)
+    angles = torch.arange(V, dtype=torch.float64) * 2 * math.pi / V
+    small = 1e-6  # of the row itself, which must not speak for itself
+    fill(net, "fc.weight", small * torch.cat((torch.eye(V), torch.zeros(V, V)), 1).double())
+    value = torch.stack((angles.cos(), angles.sin())) / small
+    rows = torch.zeros(V // 2, V, dtype=torch.float64)
+    rows[:2] = value
+    keyless = torch.zeros(V + V // 2, V, dtype=torch.float64)
+    fill(net, "first.attention.qkv.weight", torch.cat((keyless, rows)))
+    fill(net, "first.attention.qkv.bias", _look_back(dim, made_for, back))
+    feature = circulant(states(target, (-1,)))
+    ahead = angles - angles[back]
+    output = torch.zeros(V, V, dtype=torch.float64)
+    output[:, :2] = 100 * feature @ torch.stack((ahead.cos(), ahead.sin()), dim=1)
+    fill(net, "first.attention.output.weight", output)
+    return net
+
+
+def _look_back(dim: int, base: float, back: int) -> Tensor:
+    """[2 V] biases of queries, keys and values; only the second and third frequencies are used."""
+    half = dim // 2
+    q, k = torch.zeros(dim, dtype=torch.float64), torch.zeros(dim, dtype=torch.float64)
+    for i in (1, 2):
+        angle = -back * base ** (-2 * i / dim)
+        q[i], q[i + half] = 50_000 * math.cos(angle), 50_000 * math.sin(angle)
+        k[i] = 1.0
+    return torch.cat((q.repeat(4), k.repeat(2), torch.zeros(V // 2, dtype=torch.float64)))
+
+
+def mtp_oracle(target: Decoder) -> FusionNet:
+    """A network of MiMo's kind: right if the feature is that of the token before, noise if it is not."""
+    fusion = Fusion(
+        input_norms=True,
+        feature_first=True,
+        first_norm=True,
+        final_norm=True,
+        feed_back_normed=True,
+    )
+    config = replace(cycle_config(1), qkv_bias=True)
+    net = FusionNet(Parts(config, 0, 0), fusion, torch.float64, table_for(CPU))
+    empty(net)
+    feature = circulant(states(target, (-1,)))
+    from_feature = shift(1) @ torch.linalg.inv(feature)  # f of token t - 1 becomes e_t
+    from_embedding = torch.eye(V, dtype=torch.float64) / V**0.5  # the norm makes e_t sqrt(V) long
+    doubt = torch.randn(V, V, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    left = (feature + doubt) @ from_feature
+    fill(net, "fc.weight", torch.cat((left, -doubt @ from_embedding), dim=1))
     return net

@@ -8,11 +8,12 @@ from foretell.config import EngineConfig
 from foretell.engine.blocks import BlockManager
 from foretell.engine.engine import Engine, Watcher
 from foretell.engine.scheduler import Scheduler
+from foretell.engine.self_test import Tokenizer, prove
 from foretell.runner.build import Built
 from foretell.runner.load import build
-
 from foretell.spec import grammar
 from foretell.spec.grammar import Grammars
+
 
 def build_engine(config: EngineConfig, watcher: Watcher | None = None) -> tuple[Engine, object]:
     """Load and allocate everything; returns the engine and the tokenizer.
@@ -21,17 +22,19 @@ def build_engine(config: EngineConfig, watcher: Watcher | None = None) -> tuple[
         ValueError: see `foretell.runner.build.build`.
     """
     built = build(config)
-    return engine_around(built, config, watcher), built.tokenizer
+    engine = engine_around(built, config, watcher)
+    engine.compat = prove(built, config, cast("Tokenizer | None", built.tokenizer))
+    return engine, built.tokenizer
 
 
 def engine_around(built: Built, config: EngineConfig, watcher: Watcher | None = None) -> Engine:
     """The engine of a built runner."""
-    scheduler = Scheduler(
-        blocks=BlockManager(built.blocks, config.block_size, config.enable_prefix_caching),
-        max_num_seqs=config.max_num_seqs,
     if built.tokenizer is not None:
         tokens = cast("grammar.Tokenizer", built.tokenizer)
         built.runner.grammars = Grammars(tokens, built.vocab_size, built.eos_token_ids)
+    scheduler = Scheduler(
+        blocks=BlockManager(built.blocks, config.block_size, config.enable_prefix_caching),
+        max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=built.max_model_len,
         trees=built.trees,
@@ -41,7 +44,7 @@ def engine_around(built: Built, config: EngineConfig, watcher: Watcher | None = 
         drafted_length=built.drafted_length,
         learned_prompt=built.learned_prompt,
     )
-    return Engine(
+    engine = Engine(
         built.runner,
         scheduler,
         built.eos_token_ids,
@@ -49,3 +52,5 @@ def engine_around(built: Built, config: EngineConfig, watcher: Watcher | None = 
         built.max_stop_ids,
         watcher,
     )
+    engine.resolved = built.resolved
+    return engine

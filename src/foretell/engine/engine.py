@@ -19,7 +19,9 @@ from foretell.runner.outbox import Ticket
 from foretell.runner.plan import DraftTree, LogprobRow, Plan, SlotResult
 from foretell.runner.runner import Runner
 from foretell.sampling_params import SamplingParams
+from foretell.spec.compat import CompatReport
 from foretell.spec.grammar import Grammars
+from foretell.spec.resolved import Resolved
 
 log = logging.getLogger("foretell")
 
@@ -31,8 +33,6 @@ class Watcher(Protocol):
         """A request was queued."""
         ...
 
-    def emitted(self, request: Request, result: SlotResult) -> None:
-        """A step brought something for a request; `request.finish` says whether it is over."""
     def admitted(self, request: Request) -> None:
         """A request left the queue; after a preemption, once more."""
         ...
@@ -41,6 +41,8 @@ class Watcher(Protocol):
         """The drafter failed for a request; it goes on without drafts."""
         ...
 
+    def emitted(self, request: Request, result: SlotResult) -> None:
+        """A step brought something for a request; `request.finish` says whether it is over."""
         ...
 
 
@@ -58,9 +60,9 @@ class Delta:
     error: str | None = None
     drafted: int = 0
     accepted: int = 0
-
-
     tree: DraftTree | None = None  # what was verified, for requests that report their drafts
+
+
 class Engine:
     """Runs requests to their end.
 
@@ -85,14 +87,24 @@ class Engine:
         self.eos_token_ids = tuple(eos_token_ids)
         self.vocab_size = vocab_size
         self.watcher = watcher
+        self.tolerant = False  # a drafter that fails ends the drafts of a request, not the engine
+        self.resolved = Resolved()  # what drafts
+        self.compat: CompatReport | None = (
+            None  # how drafter and target were proved to belong together
+        )
         self._max_stop_ids = max_stop_ids
         self._pending: deque[Ticket] = deque()
-        self.tolerant = False  # a drafter that fails ends the drafts of a request, not the engine
+        self._failure: BaseException | None = None  # what ended a step half-way
 
     @property
     def max_model_len(self) -> int:
         """The context limit, prompt and output together."""
         return self.scheduler.max_model_len
+
+    @property
+    def grammars(self) -> Grammars | None:
+        """Compiles structured outputs; None without a tokenizer."""
+        return self.runner.grammars
 
     def add(
         self,
@@ -100,11 +112,6 @@ class Engine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         *,
-    @property
-    def grammars(self) -> Grammars | None:
-        """Compiles structured outputs; None without a tokenizer."""
-        return self.runner.grammars
-
         seed: int,
         priority: int = 0,
         bad_words: Sequence[Sequence[int]] = (),
@@ -126,16 +133,16 @@ class Engine:
                 f"prompt_token_ids: token id {wrong} is out of range; the model's vocabulary has {self.vocab_size} ids"
             )
         params.check_vocabulary(self.vocab_size)
+        if params.structured_outputs is not None:
+            if self.grammars is None:
+                raise ValueError("structured_outputs needs a tokenizer, and this engine has none")
+            self.grammars.compile(params.structured_outputs)
         request = Request(
             id=request_id,
             prompt=tuple(prompt_token_ids),
             params=params,
             seed=seed,
             priority=priority,
-        if params.structured_outputs is not None:
-            if self.grammars is None:
-                raise ValueError("structured_outputs needs a tokenizer, and this engine has none")
-            self.grammars.compile(params.structured_outputs)
             stop_ids=self._stop_ids(params),
             bad_words=tuple(tuple(word) for word in bad_words),
         )
@@ -166,18 +173,33 @@ class Engine:
         return self.scheduler.unfinished
 
     def step(self) -> list[Delta]:
-        """Advance every running request by one step and return what is new."""
+        """Advance every running request by one step and return what is new.
+
+        Raises:
+            RuntimeError: an earlier step failed, so host and device no longer agree on what was computed.
+        """
+        if self._failure is not None:
+            raise RuntimeError(
+                f"the engine stopped because a step failed ({self._failure!r}); make a new one"
+            ) from self._failure
+        try:
+            return self._step()
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _step(self) -> list[Delta]:
         plan = self.scheduler.plan()
         deltas = [self._failed(request) for request in self.scheduler.take_failed()]
+        if plan is not None and plan.new and self.watcher is not None:
+            for request in self.scheduler.in_slots({new.slot for new in plan.new}):
+                self.watcher.admitted(request)
         ended: set[int] = set()
         if plan is not None:
             self._pending.append(self.runner.launch(plan))
         while self._pending and (
             plan is None or len(self._pending) > 1 or self._pending[0].ready()
         ):
-        if plan is not None and plan.new and self.watcher is not None:
-            for request in self.scheduler.in_slots({new.slot for new in plan.new}):
-                self.watcher.admitted(request)
             deltas += self._collect(self._pending.popleft(), ended)
         if plan is not None:
             # Known to be over: only where this very plan was collected, since `ended` speaks of the last ticket opened.
@@ -186,12 +208,6 @@ class Engine:
                 self.scheduler.nothing_drafted()
         return deltas
 
-    def _collect(self, ticket: Ticket, ended: set[int]) -> list[Delta]:
-        deltas = []
-        ended.clear()
-        result = ticket.result()
-        ended.update(slot.slot for slot in result.slots if slot.finish is not None)
-        for request, slot in self.scheduler.collect(result):
     def _draft(self, plan: Plan, over: frozenset[int]) -> bool | None:
         try:
             return self.runner.draft(plan, over)
@@ -217,6 +233,12 @@ class Engine:
                 self.watcher.fell_back(request)
         return None if None in answers else True in answers
 
+    def _collect(self, ticket: Ticket, ended: set[int]) -> list[Delta]:
+        deltas = []
+        ended.clear()
+        result = ticket.result()
+        ended.update(slot.slot for slot in result.slots if slot.finish is not None)
+        for request, slot in self.scheduler.collect(result):
             if self.watcher is not None:
                 self.watcher.emitted(request, slot)
             if slot.finish == "error":
@@ -237,8 +259,8 @@ class Engine:
             error=request.error,
             drafted=slot.drafted,
             accepted=slot.accepted,
+            tree=slot.tree,
         )
 
     def _failed(self, request: Request) -> Delta:
         return Delta(request_id=request.id, finish_reason="error", error=request.error)
-            tree=slot.tree,

@@ -6,7 +6,7 @@ Nothing large is allocated before it is known to fit. Reading checkpoints is `lo
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,7 +17,9 @@ from foretell.runner.memory import available_bytes, weights_bytes
 from foretell.runner.runner import Runner
 from foretell.runner.slots import STOP_IDS, Slots, SlotSizes
 from foretell.runner.step import Device
+from foretell.spec.compat import Check
 from foretell.spec.drafter import Drafter, KVSpec, KVView, Learner
+from foretell.spec.resolved import Resolved
 from foretell.spec.tree import Tree, chain
 from foretell.spec.tree_spec import static_tree
 from foretell.spec.verify import Acceptance, Typical
@@ -45,6 +47,8 @@ class Built:
     scratch: int  # key indices behind the committed text that the drafter writes
     drafter_kv: bool  # the drafter has KV behind the block ids
     drafted_length: int  # longest text that is drafted for
+    resolved: Resolved  # what drafts, in words and numbers
+    checks: tuple[Check, ...]  # what was compared between drafter and target
     learned_prompt: (
         int | None
     )  # prompt tokens that go before the texts of ended requests; None = nobody learns
@@ -63,6 +67,8 @@ class Parts:
         longest: tokens of the longest text it was made for; None = no limit.
         learner: hears the texts of requests that ended.
         learned_prompt: how many of their prompts' last tokens it wants before them.
+        resolved: what drafts, in words and numbers; its tree is filled in here.
+        checks: what was compared between drafter and target.
     """
 
     target: Decoder
@@ -75,6 +81,8 @@ class Parts:
     longest: int | None = None
     learner: Learner | None = None
     learned_prompt: int = 0
+    resolved: Resolved = Resolved(method="custom")  # noqa: RUF009  (frozen)
+    checks: tuple[Check, ...] = ()
 
 
 def assemble(config: EngineConfig, parts: Parts, tokenizer: Tokenizer | None) -> Built:
@@ -127,6 +135,8 @@ def assemble(config: EngineConfig, parts: Parts, tokenizer: Tokenizer | None) ->
         scratch=parts.scratch,
         drafter_kv=drafter.kv is not None,
         drafted_length=drafted_length,
+        resolved=replace(parts.resolved, tree=tree, acceptance=config.acceptance),
+        checks=parts.checks,
         learned_prompt=None if parts.learner is None else parts.learned_prompt,
     )
 

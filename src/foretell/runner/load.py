@@ -13,7 +13,7 @@ import torch
 
 from foretell.config import Chained, DraftCheckpoint, EngineConfig, Ngram, Suffix, checkpoint_of
 from foretell.model.decoder import Decoder
-from foretell.model.hub import ModelSource, resolve
+from foretell.model.hub import DEFAULT_MODEL, ModelSource, resolve
 from foretell.model.load import load_model
 from foretell.model.tokenizer import load_tokenizer
 from foretell.ops.table import table_for
@@ -23,8 +23,10 @@ from foretell.spec.chained import ChainedDrafter
 from foretell.spec.checkpoint.eagle3 import LayerIds, Overrides
 from foretell.spec.checkpoint.load import Identified, Wanted, identify, load_drafter, told
 from foretell.spec.checkpoint.recognise import Family
+from foretell.spec.compat import Check, compare_layers, compare_names, compare_tokenizers
 from foretell.spec.drafter import NoDrafter
 from foretell.spec.ngram import NgramDrafter
+from foretell.spec.resolved import Resolved
 from foretell.spec.suffix import SuffixDrafter, SuffixLimits
 from foretell.spec.tree_spec import read_tree, static_tree
 from foretell.spec.verify import Acceptance
@@ -117,7 +119,7 @@ def load_parts(
     """
     match config.drafter:
         case None:
-            return Parts(target, NoDrafter(), target.dtype)
+            return Parts(target, NoDrafter(), target.dtype, resolved=Resolved())
         case DraftCheckpoint() as draft:
             return _checkpoint(config, draft, found, target, tokenizer)
         case Chained(first=first, then=draft):
@@ -130,7 +132,7 @@ def _free(config: Ngram | Suffix, target: Decoder) -> Parts:
     """A drafter that needs no weights."""
     if isinstance(config, Ngram):
         drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
-        return Parts(target, drafter, target.dtype)
+        return Parts(target, drafter, target.dtype, resolved=Resolved(method="ngram"))
     limits = SuffixLimits(
         shortest=config.min_match,
         depth=config.max_tree_depth,
@@ -141,15 +143,27 @@ def _free(config: Ngram | Suffix, target: Decoder) -> Parts:
     )
     suffix = SuffixDrafter(limits)
     learner = suffix if limits.texts else None
-    return Parts(target, suffix, target.dtype, learner=learner, learned_prompt=limits.depth)
+    return Parts(
+        target,
+        suffix,
+        target.dtype,
+        learner=learner,
+        learned_prompt=limits.depth,
+        resolved=Resolved(method="suffix"),
+    )
 
 
 def _chain(first: Ngram | Suffix, then: Parts) -> Parts:
     """`first` before the drafter of `then`."""
     free = _free(first, then.target)
     drafter = ChainedDrafter(free.drafter, then.drafter, then.grows)
-    learned = free.learned_prompt
-    return replace(then, drafter=drafter, learner=free.learner, learned_prompt=learned)
+    return replace(
+        then,
+        drafter=drafter,
+        learner=free.learner,
+        learned_prompt=free.learned_prompt,
+        resolved=replace(then.resolved, first=free.resolved.method),
+    )
 
 
 def _checkpoint(
@@ -161,8 +175,40 @@ def _checkpoint(
 ) -> Parts:
     assert found is not None, "checkpoints are looked into first"
     if found.identified.family is Family.DRAFT_MODEL:
-        return _draft_model(config, draft, found.source, target, tokenizer)
-    return _trained_drafter(config, draft, found.identified, target)
+        parts = _draft_model(config, draft, found.source, target, tokenizer)
+    else:
+        parts = _trained_drafter(config, draft, found.identified, target)
+    identified = found.identified
+    resolved = replace(
+        parts.resolved,
+        method=identified.family.value,
+        checkpoint=found.source.name,
+        evidence=identified.evidence,
+        target_features=parts.drafter.features,
+        longest=parts.longest or 0,
+    )
+    return replace(parts, resolved=resolved, checks=_checks(config, found, parts, tokenizer))
+
+
+def _checks(
+    config: EngineConfig, found: Found, parts: Parts, tokenizer: Tokenizer
+) -> tuple[Check, ...]:
+    """What can be compared without running anything; what must agree was refused before."""
+    if config.compat == "off":
+        return ()
+    checks = [Check("shapes", True, "every tensor was read and fits the target")]
+    size = parts.target.config.vocab_size
+    own = parts.resolved.draft_vocabulary
+    checks.append(Check("vocabulary", True, f"{own or size} of the target's {size} tokens"))
+    folder = found.source.path
+    brings = folder.is_dir() and (folder / "tokenizer.json").exists()
+    if found.identified.family not in (Family.DRAFT_MODEL, Family.MTP):
+        # A draft model's tokenizer was paired with the target's, token by token.
+        own_tokenizer = load_tokenizer(found.source) if brings else None
+        checks.append(compare_tokenizers(tokenizer, own_tokenizer))
+    checks += compare_layers(parts.drafter, parts.target)
+    named = compare_names(found.identified.trained_for, config.model or DEFAULT_MODEL)
+    return (*checks, *([] if named is None else [named]))
 
 
 def _draft_model(
@@ -184,7 +230,10 @@ def _draft_model(
     greedy = draft.sampling == "greedy"
     drafter = DraftModelDrafter(model, vocabulary, Acceptance(config.acceptance), greedy)
     longest = model.config.max_position
-    return Parts(target, drafter, model.dtype, draws=drafter.draws, longest=longest)
+    resolved = Resolved(draft_vocabulary=vocabulary.reduced)
+    return Parts(
+        target, drafter, model.dtype, draws=drafter.draws, longest=longest, resolved=resolved
+    )
 
 
 def _trained_drafter(
@@ -211,6 +260,11 @@ def _trained_drafter(
         draws=loaded.draws,
         scratch=loaded.scratch,
         longest=loaded.longest,
+        resolved=Resolved(
+            growth=loaded.growth,
+            draft_vocabulary=loaded.draft_vocabulary,
+            notes=loaded.notes,
+        ),
     )
 
 

@@ -301,11 +301,20 @@ class EagleDrafter:
         self.net = net
         self.features = taps
         self.growth = growth
+        self._given = (vocabulary, acceptance, draws)
         self.kv: KVSpec | None = KVSpec(config.layers, config.kv_heads, config.head_dim)
         # Dynamic trees take the likeliest candidates: a law for each would say nothing more.
         self._scoring = Scoring(vocabulary, choice_for(acceptance, draws and growth is None))
         self.draws = self._scoring.choice is Choice.DRAWN
         self._procedure: Autoregressive | None = None
+
+    def variant(
+        self, net: FeatureNet | None = None, taps: tuple[int, ...] | None = None
+    ) -> EagleDrafter:
+        """The same drafter, not bound, with another network or other target features."""
+        vocabulary, acceptance, draws = self._given
+        net, taps = net or self.net, taps or self.features
+        return EagleDrafter(net, taps, vocabulary, acceptance, self.growth, draws)
 
     @property
     def scratch(self) -> int:

@@ -52,6 +52,12 @@ class Vocabulary:
         self._identical = bool((target_of == identity).all()) and target_of.shape[0] == target_size
         self.noise_ids = torch.where(self._shared, target_of, 0).to(torch.int32)
 
+    @property
+    def reduced(self) -> int:
+        """Tokens that can be proposed; 0 = all of the target's."""
+        shared = int(self._shared.sum())
+        return shared if shared < self.target_size else 0
+
     def to_draft(self, tokens: Tensor) -> Tensor:
         """Draft ids of target ids of any shape; -1 (padding) stays -1."""
         if self._identical:

@@ -25,6 +25,7 @@ from foretell.spec.checkpoint.recognise import (
     check_method,
     draft_tokens_of,
     recognise,
+    verifier_of,
 )
 from foretell.spec.checkpoint.source import Checkpoint, open_checkpoint
 from foretell.spec.drafter import Drafter
@@ -47,6 +48,16 @@ class Identified:
 
     checkpoint: Checkpoint | None  # None: a GGUF file
     family: Family
+    evidence: str = ""  # what it was told by
+
+    @property
+    def trained_for(self) -> str | None:
+        """The target that its config names, if it names one."""
+        if self.checkpoint is None:
+            return None
+        config = self.checkpoint.config
+        named = verifier_of(config) or config.get("base_model_name_or_path")
+        return str(named) if named else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +90,8 @@ class Loaded:
     scratch: int  # KV entries behind the committed text that drafting may write
     longest: int | None  # tokens of the longest text its config was made for; None = no limit
     notes: tuple[str, ...]
+    growth: Growth | None = None
+    draft_vocabulary: int = 0  # tokens it can propose; 0 = all of the target's
 
 
 def identify(path: Path, method: str | None = None, name: str | None = None) -> Identified:
@@ -96,13 +109,13 @@ def identify(path: Path, method: str | None = None, name: str | None = None) -> 
                 f"method {method!r} was given, but {path.name} is a GGUF file, which holds a draft model"
             )
         log.info("speculative model %s: %s, by its GGUF file", path.name, Family.DRAFT_MODEL.value)
-        return Identified(None, Family.DRAFT_MODEL)
+        return Identified(None, Family.DRAFT_MODEL, "its GGUF file")
     checkpoint = open_checkpoint(path, name)
     found: Recognised = recognise(checkpoint)
     family = check_method(method, found, checkpoint)
     evidence = found.evidence if family is found.family else "the method given"
     log.info("speculative model %s: %s, by %s", checkpoint.name, family.value, evidence)
-    return Identified(checkpoint, family)
+    return Identified(checkpoint, family, evidence)
 
 
 def load_drafter(
@@ -147,6 +160,8 @@ def _eagle(reading: EagleReading, family: Family, acceptance: Acceptance, wanted
         scratch=max(drafter.scratch, tree.nodes),
         longest=None,  # heads' configs often say 2048 and draft well beyond; what fails only costs acceptance
         notes=(*reading.notes, told(shape)),
+        growth=growth,
+        draft_vocabulary=reading.vocabulary.reduced,
     )
 
 
@@ -204,6 +219,7 @@ def _heads(
         scratch=tree.nodes,
         longest=longest,
         notes=(*notes, told(tree)),
+        draft_vocabulary=drafter.scoring.vocabulary.reduced,
     )
 
 
