@@ -31,7 +31,7 @@ from foretell.bench.variants import Variant, plain_variant
 from foretell.sampling_params import SamplingParams
 
 WARM_UP_TOKENS = 32  # on a CPU, where nothing is captured
-SLICES = 60  # points of a course over time
+SLICES, EVENTS = 60, 8  # of a course over time: points at most, and pieces a point at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,9 +239,10 @@ def course(label: str, run: Run) -> Course:
     """Tokens per second in equal slices of the run's time."""
     if not run.events:
         return Course(label, (), ())
-    width = max(run.seconds / SLICES, 1e-9)
-    counts = [0] * SLICES
+    slices = min(max(len({at for at, _ in run.events}) // EVENTS, 4), SLICES)
+    width = max(run.seconds / slices, 1e-9)
+    counts = [0] * slices
     for at, tokens in run.events:
-        counts[min(int(at / width), SLICES - 1)] += tokens
-    centres = tuple((i + 0.5) * width for i in range(SLICES))
+        counts[min(int(at / width), slices - 1)] += tokens
+    centres = tuple((i + 0.5) * width for i in range(slices))
     return Course(label, centres, tuple(count / width for count in counts))

@@ -7,6 +7,7 @@ Okabe and Ito's, which colour-blind readers tell apart; lines also differ by mar
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,14 +40,15 @@ class Plot:
     figure: Figure
 
     def svg(self) -> str:
-        """The <svg> element alone, with text as text."""
+        """The <svg> element alone, with text as text; its ids carry the figure's name, so that a page can hold many."""
         import matplotlib
 
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": self.name}):
             out = io.StringIO()
             self.figure.savefig(out, format="svg", metadata={"Date": None})
         text = out.getvalue()
-        return text[text.index("<svg") :]
+        own = re.sub(r'\bid="', f'id="{self.name}-', text[text.index("<svg") :])
+        return re.sub(r'(href="#|url\(#)', rf"\g<1>{self.name}-", own)
 
     def save(self, folder: Path, kind: str = "png") -> Path:
         """Write it; returns the path."""

@@ -9,6 +9,14 @@ from rich.text import Text
 from foretell.bench.grids import Grid, grids
 from foretell.bench.record import Record
 
+WIDTH = 140  # where there is no terminal to say it
+
+
+def console() -> Console:
+    """On stdout; wide where a pipe or a file reads it, so that no table is cut."""
+    made = Console(highlight=False)
+    return made if made.is_terminal else Console(highlight=False, width=WIDTH)
+
 
 def show(console: Console, record: Record) -> None:
     """All tables of a record, then its warnings."""

@@ -18,6 +18,7 @@ from foretell.speculation import KEYS
 PLAIN = "plain"
 NGRAM_KEYS = ("prompt_lookup_min", "prompt_lookup_max")
 LOOKUPS = ("ngram", "suffix")  # drafters by name, without weights
+CHOOSES = "adaptive" in KEYS  # the engine can choose the tree itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ def plain_variant() -> Variant:
 def given_variant(speculative: Mapping[str, Any], adaptive: bool = False) -> Variant:
     """What the user asked for, as it is but for who chooses the tree."""
     config = dict(speculative)
+    adaptive = adaptive and CHOOSES
     tree = config.get("tree")
     method = config.get("method")
     drafter = str(method if method in LOOKUPS else config.get("model") or method)
@@ -103,7 +105,7 @@ def grid(
                     config["num_speculative_tokens"] = k
                 variant = given_variant(config)
                 found[variant.label] = variant
-        if adaptive and ks:
+        if adaptive and CHOOSES and ks:
             variant = given_variant({**own, **start, "num_speculative_tokens": max(ks)}, True)
             found[variant.label] = variant
     return list(found.values())
@@ -124,7 +126,7 @@ def _read_tree(text: str) -> str | list[Any]:
 
 def _chosen(config: dict[str, Any], adaptive: bool) -> dict[str, Any]:
     """The config with the engine's own choice switched on or off, where it has one."""
-    return {**config, "adaptive": adaptive} if "adaptive" in KEYS else config
+    return {**config, "adaptive": adaptive} if CHOOSES else config
 
 
 def _label(drafter: str, k: int | None, tree: str, adaptive: bool) -> str:

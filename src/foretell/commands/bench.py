@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 from typer import Argument, Option
 
@@ -24,7 +23,7 @@ from foretell.bench.record import load
 from foretell.bench.report import save_report
 from foretell.bench.runs import Side
 from foretell.bench.serving import Limits, Load, ServeRow, doubts, serve_load
-from foretell.bench.terminal import table
+from foretell.bench.terminal import console, table
 from foretell.bench.variants import grid
 from foretell.commands.bench_options import (
     WORK,
@@ -344,12 +343,12 @@ def compare(
     """Two result files side by side: what became better or worse beyond the spread of the repeats."""
     comparison = comparing.compare(load(Path(before)), load(Path(after)))
     if not as_json:
-        console = Console(highlight=False)
+        screen = console()
         for line in comparison.differ:
-            console.print(Text(f"differs: {line}", style="yellow"))
+            screen.print(Text(f"differs: {line}", style="yellow"))
         grid_ = comparing.grid(comparison)
-        console.print(table(grid_))
-        console.print(Text(grid_.note, style="dim"))
+        screen.print(table(grid_))
+        screen.print(Text(grid_.note, style="dim"))
     print(json.dumps(comparison.as_json(), ensure_ascii=False), flush=True)
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from typer import Option
 
 from foretell.bench.machine import Busy, Machine, Watch, describe, look
@@ -24,7 +23,7 @@ from foretell.bench.prompts import BUILT_IN, BenchPrompt, categories, load_promp
 from foretell.bench.record import Record
 from foretell.bench.report import save_report
 from foretell.bench.runs import Opener, Tell
-from foretell.bench.terminal import show
+from foretell.bench.terminal import console, show
 from foretell.bench.variants import Variant, given_variant
 from foretell.llm import LLM
 from foretell.options import EngineOptions, SamplingOptions, flatten
@@ -122,7 +121,7 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[..., Callable
 def finish(record: Record, output: OutputOptions) -> None:
     """Show, save, draw; the JSON line comes last."""
     if not output.as_json:
-        show(Console(highlight=False), record)
+        show(console(), record)
     if output.out is not None:
         record.save(Path(output.out))
     if output.plots is not None:
