@@ -13,10 +13,18 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from foretell.metrics import FinishReason
-from foretell.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
+from foretell.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    SpeculationCounts,
+    StepReport,
+    TokenLogprobs,
+)
 from foretell.prompts import Prompt
 from foretell.sampling_params import RequestOutputKind, SamplingParams
 from foretell.text import Detokenizer, TextStream, TokenText
@@ -37,6 +45,9 @@ class Reply:
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+    steps: list[StepReport] | None = None
+    sent_steps: int = 0
     sent_tokens: int = 0
     sent_text: int = 0
     sent_end: bool = False
@@ -56,6 +67,8 @@ class Reply:
         shown = self.stream.visible
         tokens = self.sent_tokens if delta else 0
         text = self.stream.text[self.sent_text if delta else 0 : shown]
+        steps = None if self.steps is None else self.steps[self.sent_steps if delta else 0 :]
+        self.sent_steps = len(self.steps or ())
         self.sent_tokens, self.sent_text = len(self.token_ids), shown
         self.sent_end = self.finish_reason is not None
         return CompletionOutput(
@@ -66,6 +79,8 @@ class Reply:
             logprobs=None if self.logprobs is None else self.logprobs[tokens:],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            speculation=self.speculation,
+            steps=steps,
         )
 
 
@@ -138,7 +153,12 @@ class Assembly:
         self._cached = max(self._cached, delta.num_cached_tokens)
         if delta.prompt_logprobs and index == 0:
             self._prompt_rows.extend(ranked(row, self._token_text) for row in delta.prompt_logprobs)
+        reply.speculation = reply.speculation.plus(
+            len(delta.token_ids), delta.drafted, delta.accepted
+        )
         stop = self._read(reply, delta)
+        if reply.steps is not None and delta.token_ids:
+            reply.steps.append(_report(delta))
         if stop is not None:
             self._finish(reply, "stop", stop)
             return delta.finish_reason is None
@@ -186,6 +206,7 @@ class Assembly:
             stream,
             logprobs=[] if wanted else None,
             cumulative_logprob=0.0 if wanted else None,
+            steps=[] if params.report_drafts else None,
         )
 
     def _read(self, reply: Reply, delta: Delta) -> str | None:
@@ -234,6 +255,17 @@ class Assembly:
             metrics=RequestMetrics(self._arrival, self._first_token, self._end),
             num_cached_tokens=self._cached,
         )
+
+
+def _report(delta: Delta) -> StepReport:
+    tree, tokens = delta.tree, delta.token_ids
+    last: Literal["corrected", "bonus", "plain"] | None = None
+    if len(tokens) > delta.accepted:
+        refused = tree is not None and tree.refused
+        last = "corrected" if refused else "bonus" if delta.drafted else "plain"
+    if tree is None:
+        return StepReport(tokens, delta.accepted, last)
+    return StepReport(tokens, delta.accepted, last, tree.tokens, tree.parents, tree.accepted)
 
 
 def ranked(row: LogprobRow, token_text: TokenText) -> TokenLogprobs:

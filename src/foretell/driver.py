@@ -8,13 +8,13 @@ Invariant: a request is either in `_live` and in the engine, or in neither.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from foretell.assembly import Assembly
 from foretell.interrupts import held
 from foretell.jobs import Job
-from foretell.metrics import FinishReason, Recorder
+from foretell.metrics import FinishReason, Metrics, Recorder
 from foretell.prompts import encode_bad_words
 from foretell.seeds import child_seed, request_seed
 from foretell.text import TokenText
@@ -85,6 +85,10 @@ class Driver:
                     if child in self._live:
                         self.engine.abort(child)
                         self._forget(child, "abort")
+
+    def metrics(self) -> Metrics:
+        """The counters, and what the engine holds right now."""
+        return replace(self._recorder.snapshot(), state=self.engine.state())
 
     def running(self, request_id: str | None = None) -> list[Assembly]:
         """The assemblies that go on; only the one of that id, if one is given."""

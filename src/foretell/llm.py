@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -54,6 +55,18 @@ if TYPE_CHECKING:
 
 Conversation = Sequence[Message]
 Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+@dataclass(frozen=True, slots=True)
+class LLMParts:
+    """What an LLM is made of."""
+
+    config: EngineConfig
+    driver: Driver
+    tokenizer: Tokenizer
+    recorder: Recorder
+    defaults: SamplingParams
+    chat_template: str | None
 
 
 class LLM:
@@ -290,7 +303,8 @@ class LLM:
 
     def get_metrics(self) -> Metrics:
         """What was counted since the start; `later.since(earlier)` gives what one call added."""
-        return self._recorder.snapshot()
+        driver = self._driver
+        return self._recorder.snapshot() if driver is None else driver.metrics()
 
     @property
     def resolved(self) -> Resolved:
@@ -301,6 +315,12 @@ class LLM:
     def compat(self) -> CompatReport | None:
         """What the start found out about drafter and target; None = nothing to prove, or compat="off"."""
         return self._open.engine.compat
+
+    def parts(self) -> LLMParts:
+        """What it is made of, for whoever drives the engine by itself, as a server does; do not use the LLM then."""
+        return LLMParts(
+            self.config, self._open, self._tokenizer, self._recorder, self._defaults, self._template
+        )
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer, of the transformers library."""

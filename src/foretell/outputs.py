@@ -5,7 +5,8 @@ An output is a snapshot: the engine never changes one it has handed out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from foretell.metrics import FinishReason
 
@@ -28,6 +29,61 @@ TokenLogprobs = dict[int, Logprob]  # token id -> Logprob; the token that was em
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationCounts:
+    """What speculation did for one answer, counted as the engine's metrics are.
+
+    Args:
+        steps: steps that emitted a token.
+        drafts: steps that verified at least one drafted token.
+        drafted, accepted: tokens.
+        accepted_histogram: entry i is how many drafts had exactly i tokens accepted.
+    """
+
+    steps: int = 0
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_histogram: tuple[int, ...] = ()
+
+    def plus(self, emitted: int, drafted: int, accepted: int) -> SpeculationCounts:
+        """With one more step."""
+        if not emitted:
+            return self
+        if not drafted:
+            return replace(self, steps=self.steps + 1)
+        counts = list(self.accepted_histogram)
+        counts.extend([0] * (accepted + 1 - len(counts)))
+        counts[accepted] += 1
+        return SpeculationCounts(
+            self.steps + 1,
+            self.drafts + 1,
+            self.drafted + drafted,
+            self.accepted + accepted,
+            tuple(counts),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step did for an answer; comes if `SamplingParams.report_drafts` asks for it.
+
+    Args:
+        token_ids: what it emitted; the first `accepted` of them were drafted.
+        last: where the token after them comes from: "corrected" stands in place of a refused draft, "bonus" follows
+            drafts that were all right, "plain" had no draft. None: a limit or an end came before it.
+        tree_tokens, tree_parents: what was verified, node by node; node 0 is the text's last token, -1 nothing drafted.
+        tree_accepted: the accepted nodes.
+    """
+
+    token_ids: tuple[int, ...]
+    accepted: int
+    last: Literal["corrected", "bonus", "plain"] | None
+    tree_tokens: tuple[int, ...] = ()
+    tree_parents: tuple[int, ...] = ()
+    tree_accepted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One answer.
 
@@ -39,6 +95,8 @@ class CompletionOutput:
         finish_reason: "stop", "length", "abort", "error", or None while it goes on.
         stop_reason: the stop string or stop token id that ended it, or what went wrong; None for the model's own end
             token.
+        speculation: what speculation did for it so far.
+        steps: reports of the steps that brought `token_ids`, if they were asked for.
     """
 
     index: int
@@ -48,6 +106,8 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts, compare=False)
+    steps: list[StepReport] | None = None
 
     @property
     def finished(self) -> bool:

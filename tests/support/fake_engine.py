@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from foretell.engine.engine import Delta
+from foretell.metrics import State
 from foretell.runner.plan import LogprobRow
 from foretell.sampling_params import SamplingParams
 
@@ -60,6 +61,9 @@ class FakeEngine:
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
         self.running.pop(request_id, None)
+
+    def state(self) -> State:
+        return State(running=len(self.running))
 
     def has_work(self) -> bool:
         return bool(self.running)

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from foretell.engine.request import Request
 from foretell.engine.scheduler import Scheduler
+from foretell.metrics import State
 from foretell.runner.outbox import Ticket
 from foretell.runner.plan import DraftTree, LogprobRow, Plan, SlotResult
 from foretell.runner.runner import Runner
@@ -146,6 +147,7 @@ class Engine:
             stop_ids=self._stop_ids(params),
             bad_words=tuple(tuple(word) for word in bad_words),
         )
+        _check_leaves_a_token(request)
         self.scheduler.add(request)
         if self.watcher is not None:
             self.watcher.added(request)
@@ -171,6 +173,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a request is unfinished or a step is in flight."""
         return self.scheduler.unfinished
+
+    def state(self) -> State:
+        """What it holds right now."""
+        queues = self.scheduler
+        return State(len(queues.running), len(queues.waiting), queues.blocks.usage)
 
     def step(self) -> list[Delta]:
         """Advance every running request by one step and return what is new.
@@ -264,3 +271,17 @@ class Engine:
 
     def _failed(self, request: Request) -> Delta:
         return Delta(request_id=request.id, finish_reason="error", error=request.error)
+
+
+def _check_leaves_a_token(request: Request) -> None:
+    """Refuse parameters that forbid every allowed token from the start."""
+    params = request.params
+    if params.allowed_token_ids is None:
+        return
+    left = set(params.allowed_token_ids) - {word[0] for word in request.bad_words if len(word) == 1}
+    if params.min_tokens:
+        left -= set(request.stop_ids)
+    if not left:
+        raise ValueError(
+            f"allowed_token_ids={list(params.allowed_token_ids)[:8]}: bad_words and min_tokens={params.min_tokens} "
+            "(no end token so early) leave none of them; allow another token"
