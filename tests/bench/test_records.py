@@ -29,7 +29,7 @@ DRAWN = {
     "acceptance": {"acceptance"},
     "serve": {"acceptance", "ttft", "tpot"},
     "steps": {"steps"},
-    "simulate": {"acceptance", "ttft", "tpot"},
+    "simulate": {"ttft", "tpot"},
     "tune": {"candidates"},
 }
 

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from foretell.bench.grids import short
 from foretell.bench.record import Record
+from foretell.bench.variants import PLAIN
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 SIZE = (7.2, 4.2)  # inches
 Json = Mapping[str, Any]
@@ -83,7 +84,10 @@ def plots(record: Record) -> list[Plot]:
         made += [_speedups(record), _speeds(record)]
     elif record.kind in ("sweep", "throughput", "latency") and len(record.rows) > 1:
         made.append(_bars(record))
-    if any((row.get("acceptance") or {}).get("per_position") for row in record.rows):
+    simulated = record.kind == "simulate"  # its acceptance was given, not found
+    if not simulated and any(
+        (row.get("acceptance") or {}).get("per_position") for row in record.rows
+    ):
         made.append(_positions(record))
     if (record.extra or {}).get("courses"):
         made.append(_courses(record))
@@ -130,9 +134,10 @@ def _speeds(record: Record) -> Plot:
 def _bars(record: Record) -> Plot:
     figure, axes = _figure("Throughput", "", "output tokens/s")
     labels = [str(row["label"]) for row in record.rows]
+    styles = _styles(record.rows)
     for place, row in enumerate(record.rows):
         value = row["tokens_per_s"]
-        axes.bar(place, value["median"], width=0.6, color=COLOURS[place % len(COLOURS)])
+        axes.bar(place, value["median"], width=0.6, color=styles[place][0][0])
         axes.errorbar(place, value["median"], yerr=_error(value), color="#222222", capsize=4)
         gain = row.get("speedup")
         said = f"{value['median']:,.1f}" + (f"\n{gain['median']:.2f}x" if gain else "")
@@ -153,10 +158,11 @@ def _positions(record: Record) -> Plot:
     )
     rows = [row for row in record.rows if (row.get("acceptance") or {}).get("per_position")]
     named = "category" if record.kind == "acceptance" else "label"
-    several = len({row.get("requests") for row in rows}) > 1
+    # Batch and load change little: one line for each drafter, at the smallest batch.
+    rows = rows[:1] if record.kind == "serve" else [own[0] for _, own in _grouped(rows, named)]
     for style, row in _styles(rows):
         shares = row["acceptance"]["per_position"]
-        label = str(row[named]) + (f", {row['requests']} at once" if several else "")
+        label = "server" if record.kind == "serve" else str(row[named])
         whole = row[named] == "all"
         axes.plot(
             range(1, len(shares) + 1),
@@ -239,7 +245,7 @@ def _loads(record: Record) -> list[Plot]:
                     color=style[0],
                     marker=style[1],
                     linestyle=dash,
-                    label=f"{q}" + (f", {label} replicas" if label else ""),
+                    label=q + (f", {label} replica" + "s" * (label != "1") if label else ""),
                 )
         axes.set_yscale("log")
         axes.set_xlim(left=0)
@@ -274,12 +280,13 @@ def _tuned(record: Record) -> Plot:
     figure, axes = _figure("Candidates", "speed-up (plain = 1)", "")
     for place, row in enumerate(rows):
         gain = row["speedup"] or {"value": 1.0, "low": 1.0, "high": 1.0}
-        colour = COLOURS[2] if row["kept"] else COLOURS[7]
+        colour = COLOURS[2] if row["kept"] else "#7F7F7F"
         axes.plot(gain["value"], place, marker="o", color=colour)
         axes.plot([gain["low"], gain["high"]], [place, place], color=colour, linewidth=2)
     axes.axvline(1.0, color="#444444", linewidth=1, linestyle="--")
     axes.set_yticks(range(len(rows)), [str(row["label"]) for row in rows])
     axes.set_xlim(left=0)
+    axes.set_ylim(-0.7, len(rows) - 0.3)
     return Plot(
         "candidates",
         "Each where it was last measured, with its 95 % interval; green ones reached the last round.",
@@ -306,10 +313,17 @@ def _figure(title: str, x: str, y: str) -> tuple[Figure, Axes]:
 
 
 def _styles(entries: Sequence[Any]) -> list[tuple[tuple[str, str], Any]]:
-    return [
-        ((COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]), entry)
-        for i, entry in enumerate(entries)
-    ]
+    """Colour and marker of each; plain decoding is grey everywhere and takes no colour from the others."""
+    found: list[tuple[tuple[str, str], Any]] = []
+    place = 0
+    for entry in entries:
+        name = entry[0] if isinstance(entry, tuple) else entry.get("label")
+        if name == PLAIN:
+            found.append((("#7F7F7F", "o"), entry))
+            continue
+        found.append(((COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]), entry))
+        place += 1
+    return found
 
 
 def _grouped(rows: Sequence[Json], key: str = "label") -> list[tuple[str, list[Json]]]:
