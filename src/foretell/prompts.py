@@ -14,6 +14,8 @@ from typing import Any, SupportsIndex, cast
 
 from foretell.text import Tokenizer
 
+LONGEST_BAD_WORD = 64  # tokens; every step compares so many with every node's history
+MOST_BAD_WORDS = 1024
 PromptInput = str | Sequence[int] | Mapping[str, object]
 Message = Mapping[str, object]
 
@@ -76,7 +78,7 @@ def encode(given: PromptInput, tokenizer: Tokenizer, place: str) -> Prompt:
         ValueError: it is none of the forms, or a dict with keys that do not exist.
     """
     if isinstance(given, str):
-        return Prompt(given, tuple(tokenizer.encode(given)))
+        return Prompt(given, _tokens(given, tokenizer, place))
     if isinstance(given, Mapping):
         return _encode_mapping(given, tokenizer, place)
     if isinstance(given, bytes) or not isinstance(given, Iterable):
@@ -112,7 +114,7 @@ def encode_chat(
         )
     except Exception as error:  # templates raise whatever they like
         raise ValueError(f"{place}: the chat template refused the messages: {error}") from error
-    return Prompt(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
+    return Prompt(text, _tokens(text, tokenizer, place, special=False))
 
 
 def read_conversations(
@@ -159,18 +161,46 @@ def check(prompt: Prompt, vocab_size: int, max_model_len: int, place: str) -> No
 
 
 def encode_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """The token sequences that spell each word: at the start of a text, and after a space."""
+    """The token sequences that spell each word: at the start of a text, and after a space.
+
+    Raises:
+        ValueError: a word is longer than every step can look back, or there are too many.
+    """
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         for spelling in (word.lstrip(), " " + word.lstrip()):
-            ids = tuple(tokenizer.encode(spelling, add_special_tokens=False))
+            ids = _tokens(spelling, tokenizer, f"bad_words: {word[:40]!r}", special=False)
+            if len(ids) > LONGEST_BAD_WORD:
+                raise ValueError(
+                    f"bad_words: {word[:40]!r} is {len(ids)} tokens long, at most {LONGEST_BAD_WORD} are supported"
+                )
             if ids:
                 found[ids] = None
+    if len(found) > MOST_BAD_WORDS:
+        raise ValueError(
+            f"bad_words: {len(found)} spellings (with and without a space in front), at most {MOST_BAD_WORDS} are "
+            "supported; use logit_bias for single tokens"
+        )
     return tuple(found)
 
 
+def _tokens(
+    text: str, tokenizer: Tokenizer, place: str, *, special: bool = True
+) -> tuple[int, ...]:
+    """Token ids of a text; `special`: with what the tokenizer adds by itself."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{place}: the text has half a surrogate pair at character {error.start}, which is no character; decode "
+            "it with errors='replace'"
+        ) from None
+    return tuple(tokenizer.encode(text, add_special_tokens=special))
+
+
 def _encode_mapping(given: Mapping[str, object], tokenizer: Tokenizer, place: str) -> Prompt:
-    foreign = sorted(set(given) - {"prompt", "prompt_token_ids"}, key=str)
+    named = {key for key, value in given.items() if value is not None}
+    foreign = sorted(named - {"prompt", "prompt_token_ids"}, key=str)
     if foreign:
         raise ValueError(
             f"{place} has key {foreign[0]!r}, which is not supported; use 'prompt' (text) or 'prompt_token_ids'"
@@ -182,7 +212,7 @@ def _encode_mapping(given: Mapping[str, object], tokenizer: Tokenizer, place: st
         return Prompt(text, _as_ids(ids, place))
     if text is None:
         raise ValueError(f"{place} has neither 'prompt' nor 'prompt_token_ids'")
-    return Prompt(text, tuple(tokenizer.encode(text)))
+    return Prompt(text, _tokens(text, tokenizer, place))
 
 
 def _as_ids(ids: object, place: str) -> tuple[int, ...]:
@@ -196,19 +226,27 @@ def _as_ids(ids: object, place: str) -> tuple[int, ...]:
 
 
 def _is_int(value: object) -> bool:
-    """Python's integers and NumPy's."""
-    return isinstance(value, SupportsIndex) and not isinstance(value, bool)
+    """Python's integers, NumPy's and torch's."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return False
+    try:
+        index(value)
+    except TypeError:  # an array of several
+        return False
+    return True
 
 
 def _plain_message(message: Message, place: str) -> dict[str, Any]:
-    """The message with a list of text parts joined to one text, as templates expect it."""
+    """The message with a list of text parts joined to one text, as templates expect it; no content is no text."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError(f"{place}: a message must be a dict with a 'role', got {message!r}")
     plain = dict(message)
     content = plain.get("content")
     if isinstance(content, list | tuple):
         plain["content"] = "\n".join(_text_part(part, place) for part in content)
-    elif not isinstance(content, str | None):
+    elif content is None:
+        plain["content"] = ""
+    elif not isinstance(content, str):
         raise ValueError(f"{place}: the 'content' of a message must be text, got {content!r}")
     return plain
 

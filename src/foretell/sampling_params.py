@@ -25,6 +25,8 @@ GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 1e-2
 MAX_LOGPROBS = 20  # vLLM's default cap on `logprobs` and `prompt_logprobs`
 SEED_LOW, SEED_HIGH = -(1 << 63), (1 << 63) - 1
+MAX_N = 16384  # vLLM's
+LARGEST, SMALLEST = 1e30, 1e-30  # what logits may be multiplied with and stay finite in float32
 
 _STRUCTURED = "Use structured_outputs=StructuredOutputsParams(json=..., regex=..., choice=..., or grammar=...)."
 _BEAM = "Beam search is not available; use n > 1 with a temperature for several answers."
@@ -64,7 +66,7 @@ class SamplingParams:
     """Sampling parameters of one request.
 
     Args:
-        n: answers per prompt; greedy sampling requires 1.
+        n: answers per prompt, at most 16384; greedy sampling requires 1.
         presence_penalty, frequency_penalty: in [-2, 2]; count generated tokens only.
         repetition_penalty: > 0; counts prompt and generated tokens.
         temperature: 0 is greedy; below 0.01 it is raised to 0.01.
@@ -271,15 +273,20 @@ class SamplingParams:
 
     def _check_ranges(self) -> None:
         _require(self.n >= 1, f"n must be at least 1, got {self.n}.")
+        _require(self.n <= MAX_N, f"n must be at most {MAX_N}, got {self.n}.")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(-2.0 <= value <= 2.0, f"{name} must be in [-2, 2], got {value}.")
         penalty = self.repetition_penalty
         _require(penalty > 0.0, f"repetition_penalty must be greater than zero, got {penalty}.")
         _require(
+            penalty >= SMALLEST, f"repetition_penalty must be at least {SMALLEST}, got {penalty}."
+        )
+        _require(
             self.temperature >= 0.0, f"temperature must be non-negative, got {self.temperature}."
         )
         _require(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}.")
+        self._set("top_p", max(self.top_p, SMALLEST))  # smaller ones are 0 in float32
         _require(self.top_k >= 0, f"top_k must be 0 (disable), or at least 1, got {self.top_k}.")
         _require(0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}.")
         seed = self.seed
@@ -380,8 +387,10 @@ def _require_int(name: str, value: object) -> None:
 def _as_float(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} must be a number, got {value!r} of type {type(value).__name__}.")
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value}.")
+    if abs(value) > LARGEST:
+        raise ValueError(f"{name} must be between {-LARGEST} and {LARGEST}, got {value}.")
     return float(value)
 
 

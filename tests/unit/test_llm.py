@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from fake_engine import Added, FakeEngine
 from tiny_tokenizers import REPLY, TEMPLATE, byte_level, ids_of, sentencepiece_like
 
@@ -56,6 +57,9 @@ def echo(added: Added) -> list[int]:
         ({"prompt": "shown", "prompt_token_ids": said("ab")}, [("shown", "ab")]),
         (said("ab"), [(None, "ab")]),
         (np.array(said("ab")), [(None, "ab")]),
+        (np.array([said("ab"), said("cd")]), [(None, "ab"), (None, "cd")]),
+        (torch.tensor([said("ab"), said("cd")]), [(None, "ab"), (None, "cd")]),
+        ([{"prompt": "ab", "multi_modal_data": None, "cache_salt": None}], [("ab", "ab")]),
         ([said("ab"), said("c")], [(None, "ab"), (None, "c")]),
         (["ab", said("c"), {"prompt": "d"}], [("ab", "ab"), (None, "c"), ("d", "d")]),
         ([], []),
@@ -104,6 +108,9 @@ def test_every_form_of_a_prompt_is_understood(
             [{"prompt_token_ids": "abc"}],
             "prompt 0: token ids must be a list of integers, got 'abc'",
         ),
+        (["a", "b\ud83d"], "prompt 1: the text has half a surrogate pair at character 1"),
+        ({"prompt": "\udc00"}, "prompt 0: the text has half a surrogate pair at character 0"),
+        (np.zeros((2, 2, 2), dtype=int), "prompt 0: token ids must be integers"),
     ],
 )
 def test_a_bad_prompt_is_refused_before_anything_is_queued(prompts: object, message: str) -> None:
@@ -198,6 +205,25 @@ def test_bad_words_go_to_the_engine_as_tokens_with_and_without_a_space() -> None
     llm.generate("a", SamplingParams(bad_words=["no", " so"], max_tokens=9))
     expected = [tuple(said(word)) for word in ("no", " no", "so", " so")]
     assert engine.added[0].bad_words == tuple(expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["b\ud800"], "bad_words: 'b\\ud800': the text has half a surrogate pair at character 1"),
+        (["x" * 65], "is 65 tokens long, at most 64 are supported"),
+        ([f"{i}" for i in range(600)], "1200 spellings (with and without a space in front)"),
+    ],
+)
+def test_bad_words_that_every_step_would_pay_for_are_refused(
+    words: list[str], message: str
+) -> None:
+    llm, engine = make()
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the text is compared)
+        llm.generate(["a", "b"], [LONG, SamplingParams(bad_words=words)])
+    assert message in str(caught.value)
+    assert engine.running == {}
+    assert llm.generate("fine", LONG)[0].outputs[0].text == "hello"
 
 
 # Texts, stops and ends.
@@ -664,9 +690,16 @@ def test_text_parts_are_text_and_other_parts_are_refused() -> None:
         llm.chat([{"role": "user", "content": [{"type": "image_url"}]}], LONG)
 
 
+@pytest.mark.parametrize("message", [{"role": "user", "content": None}, {"role": "user"}])
+def test_no_content_is_no_text(message: dict[str, object]) -> None:
+    llm, _ = make()
+    assert llm.chat([message], LONG)[0].prompt == "<|user|><|end|><|assistant|>"
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
+        ([{"role": "user", "content": "a\ud83d"}], "conversation 0: the text has half a surrogate"),
         ("hi", "messages must be a list"),
         ([[]], "conversation 0 has no messages"),
         (["hi"], "messages must be a list"),

@@ -116,6 +116,11 @@ def test_defaults_are_vllms():
         ({"logit_bias": {"x": 1.0}}, "logit_bias must have token ids as keys, got 'x'"),
         ({"logit_bias": {1: math.nan}}, "logit_bias[1] must be a finite number, got nan"),
         ({"output_kind": 1}, "output_kind must be a RequestOutputKind, got 1"),
+        ({"n": 16385}, "n must be at most 16384, got 16385"),
+        ({"temperature": 10**400}, "temperature must be between -1e+30 and 1e+30, got 1000"),
+        ({"repetition_penalty": 1e300}, "repetition_penalty must be between -1e+30 and 1e+30"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty must be at least 1e-30, got 1e-300"),
+        ({"logit_bias": {1: 1e300}}, "logit_bias[1] must be between -1e+30 and 1e+30, got 1e+300"),
     ],
 )
 def test_a_bad_value_is_refused_with_its_field_and_value(values, text):

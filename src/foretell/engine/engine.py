@@ -266,7 +266,7 @@ class Engine:
             error=request.error,
             drafted=slot.drafted,
             accepted=slot.accepted,
-            tree=slot.tree,
+            tree=slot.tree if request.params.report_drafts else None,
         )
 
     def _failed(self, request: Request) -> Delta:
@@ -285,3 +285,4 @@ def _check_leaves_a_token(request: Request) -> None:
         raise ValueError(
             f"allowed_token_ids={list(params.allowed_token_ids)[:8]}: bad_words and min_tokens={params.min_tokens} "
             "(no end token so early) leave none of them; allow another token"
+        )

@@ -417,7 +417,10 @@ class Scheduler:
             request.stop_token = got.stop_token
             if got.finish == "error":
                 self.blocks.forget(request.blocks)  # NaN may sit in what it computed
-                request.error = "the model returned NaN or infinite logits"
+                request.error = (
+                    "no token could be chosen: the model returned NaN or infinite logits, or the "
+                    "parameters of the request forbid every token"
+                )
                 if request.params.structured_outputs is not None:
                     request.error += ", or no token was left that structured_outputs allows"
             self._end(request, got.finish)

@@ -90,16 +90,16 @@ class Slots:
         self.stop[slot] = _padded(new.stop_ids, STOP_IDS).to(self.device)
         self.seed[slot] = new.seed
         self.temperature[slot] = params.temperature
-        self.top_k[slot] = max(params.top_k, 0)
+        self.top_k[slot] = min(params.top_k, self.sizes.vocabulary)
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
         self.repetition[slot] = params.repetition_penalty
         self.frequency[slot] = params.frequency_penalty
         self.presence[slot] = params.presence_penalty
-        self.min_tokens[slot] = params.min_tokens
+        self.min_tokens[slot] = min(params.min_tokens, new.limit)
         self.draft[slot] = -1
         most = params.num_speculative_tokens
-        self.most_drafted[slot] = self.sizes.depth if most is None else most
+        self.most_drafted[slot] = self.sizes.depth if most is None else min(most, self.sizes.depth)
         self.feature[slot] = 0
         self._set_bias(new)
         self._set_bad_words(new)
