@@ -254,7 +254,7 @@ class Speculation:
             raise ValueError(
                 "tree was given without a drafter: name a method or a speculative model"
             )
-        tree = _as_tree(self.tree)
+        tree = as_tree(self.tree)
         object.__setattr__(self, "tree", tree)
         k = self.drafter.num_speculative_tokens
         if isinstance(tree, str):
@@ -422,7 +422,12 @@ def refuse_unknown(owner: str, given: Iterable[str], known: Sequence[str]) -> No
         raise ValueError(f"{owner} has no key {name!r}; {hint}")
 
 
-def _as_tree(tree: object) -> TreeSpec:
+def as_tree(tree: object) -> TreeSpec:
+    """A tree as users write it, in the form that is kept.
+
+    Raises:
+        ValueError: it is none of the forms.
+    """
     if isinstance(tree, GrownTree) or (isinstance(tree, str) and tree.strip()):
         return tree
     if isinstance(tree, Mapping):

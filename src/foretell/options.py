@@ -96,6 +96,14 @@ class EngineOptions:
     enforce_eager: Annotated[
         bool | None, _engine("--enforce-eager", help="No compilation and no CUDA graphs.")
     ] = None
+    compat: Annotated[
+        str | None,
+        _engine("--compat", help="How a drafter is proved at the start: off, shapes or full."),
+    ] = None
+    trace: Annotated[
+        str | None,
+        _engine("--trace", help="Write every verification to this file, as JSON lines."),
+    ] = None
     tensor_parallel_size: Annotated[
         int | None, _engine("--tensor-parallel-size", "-tp", help="Devices to spread over.")
     ] = None

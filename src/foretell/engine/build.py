@@ -9,6 +9,7 @@ from foretell.engine.blocks import BlockManager
 from foretell.engine.engine import Engine, Watcher
 from foretell.engine.scheduler import Scheduler
 from foretell.engine.self_test import Tokenizer, prove
+from foretell.engine.trace import TraceWriter
 from foretell.runner.build import Built
 from foretell.runner.load import build
 from foretell.spec import grammar
@@ -21,7 +22,12 @@ def build_engine(config: EngineConfig, watcher: Watcher | None = None) -> tuple[
     Raises:
         ValueError: see `foretell.runner.build.build`.
     """
+    writer = None
+    if isinstance(config.trace, str):
+        watcher = writer = TraceWriter(config.trace, watcher)
     built = build(config)
+    if writer is not None:
+        writer.begin(config.model, built.resolved)
     engine = engine_around(built, config, watcher)
     engine.compat = prove(built, config, cast("Tokenizer | None", built.tokenizer))
     return engine, built.tokenizer

@@ -122,7 +122,13 @@ def assemble(config: EngineConfig, parts: Parts, tokenizer: Tokenizer | None) ->
         slots.draft_probs = torch.zeros(shape, dtype=torch.float32, device=device)
     drafter.bind(target, KVView(kv.drafter, config.block_size) if drafter.kv else None)
     everything = Device(target, drafter, slots, kv, acceptance, Typical())
-    runner = Runner(everything, trees, eager=config.enforce_eager, learner=parts.learner)
+    runner = Runner(
+        everything,
+        trees,
+        eager=config.enforce_eager,
+        learner=parts.learner,
+        traced=config.trace is not None,
+    )
     return Built(
         runner=runner,
         tokenizer=tokenizer,

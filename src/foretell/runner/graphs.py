@@ -128,4 +128,5 @@ def _first_rows(outcome: Outcome, count: int) -> Outcome:
         nodes=outcome.nodes[:count],
         parents=outcome.parents[:count],
         path=outcome.path[:count],
+        probs=None if outcome.probs is None else outcome.probs[:count],
     )

@@ -26,6 +26,7 @@ class Parcel:
     wanted: tuple[int, ...]  # how many top log-probabilities each slot asked for, -1 = none
     reports: tuple[bool, ...]  # which slots report their drafts
     trees: Tensor | None  # [B, 2 N + D + 1] int64: tokens, parents, path; None if no slot reports
+    probs: Tensor | None  # [B, 2, N] float32, of traced steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ def pack(
         wanted=wanted,
         reports=reports,
         trees=trees,
+        probs=None if outcome.probs is None else _to_host(outcome.probs),
     )
 
 
@@ -134,7 +136,10 @@ def _tree(parcel: Parcel, row: int, accepted: int) -> DraftTree | None:
     numbers = parcel.trees[row].tolist()
     depth = parcel.numbers.shape[1] - 4  # D + 1
     nodes = (len(numbers) - depth) // 2
+    target, drawn = ((), ()) if parcel.probs is None else parcel.probs[row].tolist()
     return DraftTree(
+        target_probs=tuple(target),
+        draft_probs=tuple(drawn) if drawn and drawn[0] >= 0 else (),
         tokens=tuple(numbers[:nodes]),
         parents=tuple(numbers[nodes : 2 * nodes]),
         accepted=tuple(numbers[2 * nodes + 1 : 2 * nodes + 1 + accepted]),

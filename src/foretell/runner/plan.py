@@ -98,11 +98,15 @@ class DraftTree:
         tokens: -1 where nothing was drafted.
         parents: the root's is 0.
         accepted: the accepted nodes, from the root's child on.
+        target_probs: of traced steps, how probable each token was for the target after its parent.
+        draft_probs: the same under the law it was drawn from; empty where it was not drawn.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     accepted: tuple[int, ...]
+    target_probs: tuple[float, ...] = ()
+    draft_probs: tuple[float, ...] = ()
 
     @property
     def refused(self) -> bool:

@@ -55,6 +55,7 @@ class Runner:
         trees: the trees that plans refer to by index.
         eager: no CUDA graphs; on a CPU there are none anyway.
         learner: hears the texts of requests that ended.
+        traced: every step reports what was verified, with probabilities.
     """
 
     def __init__(
@@ -63,9 +64,11 @@ class Runner:
         trees: Sequence[Tree],
         eager: bool = False,
         learner: Learner | None = None,
+        traced: bool = False,
     ) -> None:
         self.device = device
         self._learner = learner
+        self._traced = traced
         self.shapes: tuple[Shape, ...] = tuple(
             static_shape(tree, device.slots.device) for tree in trees
         )
@@ -248,7 +251,7 @@ class Runner:
 
     def _keep(self, slots: Sequence[int], outcome: Outcome, parcels: list[Parcel]) -> None:
         wanted = tuple(self._wanted_logprobs(s) for s in slots)
-        reports = tuple(self._asked[s].params.report_drafts for s in slots)
+        reports = tuple(self._traced or self._asked[s].params.report_drafts for s in slots)
         parcels.append(outbox.pack(tuple(slots), outcome, wanted, reports))
         self._drafting.slots.extend(slots)
         self._drafting.outcomes.append(outcome)
@@ -304,6 +307,7 @@ class Runner:
             bad_words=any(new.bad_words for new in asked),
             min_tokens=any(p.min_tokens > 0 for p in params),
             logprobs=max(self._wanted_logprobs(s) for s in slots),
+            traced=self._traced,
         )
 
     def _rows(self, values: Sequence[int]) -> Tensor:

@@ -71,6 +71,9 @@ class Outcome:
     nodes: Tensor  # [B, N] int64, tokens that were verified, the root first
     parents: Tensor  # [B or 1, N] int64
     path: Tensor  # [B, D + 1] int64, accepted nodes from the root; repeats the last one
+    probs: Tensor | None = (
+        None  # [B, 2, N] float32, of each node: under the target's law, under the draft's (-1 = none)
+    )
 
 
 def decode_step(
@@ -164,7 +167,26 @@ def decide(
         nodes=nodes.tokens,
         parents=nodes.shape.parents,
         path=verdict.path,
+        probs=_node_probs(device, rows, logits, nodes, law, mode),
     )
+
+
+def _node_probs(
+    device: Device, rows: Tensor, logits: Tensor, nodes: Nodes, law: processors.Law, mode: Mode
+) -> Tensor | None:
+    """How probable each drafted token was where it was drafted, if steps are traced; the root has no meaning."""
+    if not mode.traced:
+        return None
+    probs = torch.softmax(processors.scale_and_filter(logits, law, mode).float(), -1)
+    parents = nodes.shape.parents.expand_as(nodes.tokens)
+    above = probs.gather(1, parents.unsqueeze(-1).expand(-1, -1, probs.shape[-1]))
+    token = nodes.tokens.clamp(min=0).unsqueeze(-1)
+    target = above.gather(2, token).squeeze(-1)
+    drawn = device.slots.draft_probs
+    if drawn is None:
+        return torch.stack((target, torch.full_like(target, -1.0)), dim=1)
+    own = drawn[rows, : token.shape[1]].gather(2, token).squeeze(-1)
+    return torch.stack((target, own.float()), dim=1)
 
 
 def _accept(

@@ -32,6 +32,7 @@ class Mode:
     bad_words: bool = False
     min_tokens: bool = False
     logprobs: int = -1  # how many top ones to report; -1 = none, 0 = the chosen token's only
+    traced: bool = False  # report how probable each drafted token was
 
     @property
     def processed(self) -> bool:
