@@ -1,4 +1,4 @@
-"""Arguments of vLLM's LLM that this one does not have: each is refused by name, unless it asks for what happens anyway.
+"""Arguments that vLLM's LLM and its calls have and these have not: refused by name, unless they ask for what is so.
 
 Invariant: no argument is ignored. One that is accepted here changes nothing because it says what is so.
 """
@@ -85,19 +85,41 @@ MISSING: Mapping[str, Missing] = {
 }
 
 
-def refuse(given: Mapping[str, object], known: Sequence[str]) -> None:
-    """Refuse arguments of LLM that would have no effect.
+_TEXT_IN = Missing((None, {}), "Only text and token ids go in; leave it out.")
+
+# Of its calls.
+CALLS: Mapping[str, Missing] = {
+    "lora_request": Missing((None,), _ADAPTERS.remedy),
+    "prompt_adapter_request": Missing((None,), _ADAPTERS.remedy),
+    "mm_processor_kwargs": _TEXT_IN,
+    "tokenization_kwargs": Missing((None, {}), "Tokenise the prompt and pass its token ids."),
+    "prompt_token_ids": Missing((None,), "Pass {'prompt_token_ids': [...]} as the prompt."),
+    "guided_options_request": Missing((None,), "Use structured_outputs in SamplingParams."),
+    "chat_template_content_format": Missing(
+        (None, "auto", "string"), "Templates are given text; write the chat_template for it."
+    ),
+}
+
+
+def refuse(
+    given: Mapping[str, object],
+    known: Sequence[str],
+    owner: str = "LLM",
+    missing: Mapping[str, Missing] = MISSING,
+) -> None:
+    """Refuse arguments that would have no effect.
 
     Args:
-        given: arguments that LLM has not, with their values.
+        given: arguments that `owner` has not, with their values.
         known: the arguments it has.
+        missing: those that vLLM has.
 
     Raises:
         ValueError: one names a feature that does not exist, or is unknown; says what to do instead.
     """
     for name, value in given.items():
-        missing = MISSING.get(name)
-        if missing is None:
-            refuse_unknown("LLM", [name], known)
-        elif value not in missing.off:
-            raise ValueError(f"{name}={value!r} is not supported. {missing.remedy}")
+        feature = missing.get(name)
+        if feature is None:
+            refuse_unknown(owner, [name], known)
+        elif value not in feature.off:
+            raise ValueError(f"{name}={value!r} is not supported. {feature.remedy}")

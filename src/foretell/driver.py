@@ -1,13 +1,16 @@
-"""Driver: queues jobs in an engine, steps it, and routes what comes to the assemblies. One thread.
+"""Driver: queues jobs in an engine, steps it, and routes what comes to the assemblies.
 
-It knows neither prompts nor callers; LLM is one, and whoever runs an engine for many callers can be another.
+It knows neither prompts nor callers; LLM is one, and whoever runs an engine for many callers can be another. Several
+threads may call: one steps at a time, for all of them.
 
-Invariant: a request is either in `_live` and in the engine, or in neither.
+Invariant: a request is either in `_live` and in the engine, or in neither; the engine is never entered twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +18,7 @@ from foretell.assembly import Assembly
 from foretell.interrupts import held
 from foretell.jobs import Job
 from foretell.metrics import FinishReason, Metrics, Recorder
+from foretell.outputs import RequestOutput
 from foretell.prompts import encode_bad_words
 from foretell.seeds import child_seed, request_seed
 from foretell.text import TokenText
@@ -48,6 +52,9 @@ class Driver:
         self._seed = seed
         self._live: dict[str, Child] = {}
         self._counter = 0
+        self._lock = threading.RLock()
+        self._inside = False
+        self._late: list[Assembly] = []  # to be dropped when the engine is left
 
     def queue(self, jobs: Sequence[Job], assemblies: list[Assembly]) -> None:
         """Queue all jobs. `assemblies` takes one each, also of a job that the engine then refuses: `drop` them all.
@@ -55,36 +62,42 @@ class Driver:
         Raises:
             ValueError: the engine refuses a job.
         """
-        with held():
+        with self._alone():
             for job in jobs:
                 assembly = Assembly(str(self._counter), job.prompt, job.params, self._text)
                 assemblies.append(assembly)
                 self._add(job, assembly)
 
     def pump(self) -> None:
-        """One step of the engine, for everybody.
+        """One step of the engine, for everybody; nothing where another thread brought everybody to the end.
 
         Raises:
             RuntimeError: the engine has nothing to do, so what is waited for would never come.
             KeyboardInterrupt: Ctrl-C came; the step was finished first.
         """
-        if not self.engine.has_work():
-            raise RuntimeError(
-                f"the engine has no work left but requests {sorted(self._live)} have not ended"
-            )
-        with held():
-            for delta in self.engine.step():
+        with self._alone():
+            if self._live and not self.engine.has_work():
+                raise RuntimeError(
+                    f"the engine has no work left but requests {sorted(self._live)} have not ended"
+                )
+            for delta in self.engine.step() if self._live else ():
                 self._take(delta)
+
+    def news(self, assembly: Assembly) -> RequestOutput | None:
+        """What the caller of a stream has not seen yet; None = nothing."""
+        with self._lock:
+            return assembly.news()
 
     def drop(self, assemblies: Sequence[Assembly]) -> None:
         """Abort what still runs of these."""
-        with held():
-            for assembly in assemblies:
-                for index in assembly.abort():
-                    child = _child_id(assembly, index)
-                    if child in self._live:
-                        self.engine.abort(child)
-                        self._forget(child, "abort")
+        with self._lock:
+            if (
+                self._inside
+            ):  # the garbage collector closes a forgotten stream in the middle of a step
+                self._late.extend(assemblies)
+                return
+            with self._alone():
+                self._late.extend(assemblies)
 
     def metrics(self) -> Metrics:
         """The counters, and what the engine holds right now."""
@@ -92,8 +105,29 @@ class Driver:
 
     def running(self, request_id: str | None = None) -> list[Assembly]:
         """The assemblies that go on; only the one of that id, if one is given."""
-        found = {id(child.assembly): child.assembly for child in self._live.values()}
+        with self._lock:
+            found = {id(child.assembly): child.assembly for child in self._live.values()}
         return [one for one in found.values() if request_id in (None, one.request_id)]
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nobody else is in the engine, and Ctrl-C waits."""
+        with held(), self._lock:
+            self._inside = True
+            try:
+                yield
+            finally:
+                self._abort(self._late)
+                self._inside = False
+
+    def _abort(self, assemblies: list[Assembly]) -> None:
+        while assemblies:
+            assembly = assemblies.pop()
+            for index in assembly.abort():
+                child = _child_id(assembly, index)
+                if child in self._live:
+                    self.engine.abort(child)
+                    self._forget(child, "abort")
 
     def _add(self, job: Job, assembly: Assembly) -> None:
         seed = job.params.seed

@@ -1,7 +1,7 @@
 """LLM: the offline API. Prompts in, texts out, in vLLM's words.
 
-It tokenises, queues, steps the engine and hands out what comes; it decides nothing about scheduling or sampling. All
-calls belong to one thread. Several streams may be open at once: whichever call steps the engine brings all forward.
+It tokenises, queues, steps the engine and hands out what comes; it decides nothing about scheduling or sampling.
+Several streams may be open at once, and several threads may call: whichever call steps the engine brings all forward.
 
 Invariant: whatever ends a call early (an error, Ctrl-C, a stream that is closed) aborts what the call queued, and the
 LLM stays usable.
@@ -12,9 +12,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from foretell import arguments
 from foretell.assembly import Assembly
@@ -34,14 +33,17 @@ from foretell.metrics import Metrics, Recorder
 from foretell.outputs import RequestOutput
 from foretell.progress import Progress
 from foretell.prompts import (
-    ChatOptions,
+    CHAT_ARGUMENTS,
+    ChatArguments,
     Message,
     Prompt,
     PromptInput,
+    chat_options,
     encode,
     encode_chat,
     read_conversations,
     read_prompts,
+    read_template,
 )
 from foretell.sampling_params import MAX_LOGPROBS, SamplingParams
 from foretell.served import serve_target
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
 
 Conversation = Sequence[Message]
 Params = SamplingParams | Sequence[SamplingParams] | None
+_CALL = ("prompts", "messages", "sampling_params", "use_tqdm", "priority")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,7 @@ class LLM:
             acceptance=speculation.acceptance,
             tree=speculation.tree,
         )
-        template = None if chat_template is None else _read_template(chat_template)
+        template = None if chat_template is None else read_template(chat_template)
         # Here, so that importing foretell needs no torch.
         from foretell.engine.build import build_engine
         from foretell.model.hub import resolve
@@ -201,6 +204,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         *,
         priority: Sequence[int] | None = None,
+        **others: object,  # here and below only to refuse vLLM's by name, with a remedy
     ) -> list[RequestOutput]:
         """Continue prompts.
 
@@ -217,6 +221,7 @@ class LLM:
             ValueError: a prompt or parameter does not fit; nothing was queued then.
             KeyboardInterrupt: Ctrl-C; what this call queued is aborted, the LLM stays usable.
         """
+        arguments.refuse(others, _CALL, "LLM.generate", arguments.CALLS)
         return self._run(self._jobs(self._encode(prompts), sampling_params, priority), use_tqdm)
 
     def stream(
@@ -225,6 +230,7 @@ class LLM:
         sampling_params: Params = None,
         *,
         priority: Sequence[int] | None = None,
+        **others: object,
     ) -> Generator[RequestOutput]:
         """Continue prompts, one output whenever a request has something new, in the order it comes.
 
@@ -234,6 +240,7 @@ class LLM:
 
         Args, Raises: as `generate`.
         """
+        arguments.refuse(others, _CALL, "LLM.stream", arguments.CALLS)
         return self._stream(self._jobs(self._encode(prompts), sampling_params, priority))
 
     def chat(
@@ -243,33 +250,19 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         *,
         priority: Sequence[int] | None = None,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        chat_template_kwargs: Mapping[str, object] | None = None,
+        **options: Unpack[ChatArguments],
     ) -> list[RequestOutput]:
-        """Answer conversations: lists of {"role": ..., "content": ...}.
+        """Answer conversations.
 
         Args:
-            messages: one conversation or a list of them.
-            chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs: see
-                prompts.ChatOptions.
+            messages: a list of {"role": ..., "content": ...}, or a list of such lists.
+            options: how they become prompts; see prompts.ChatArguments.
             others: as `generate`.
 
         Raises:
             ValueError: as `generate`; also if there is no chat template or it refuses the messages.
         """
-        options = ChatOptions(
-            self._template if chat_template is None else _read_template(chat_template),
-            add_generation_prompt,
-            continue_final_message,
-            tools,
-            chat_template_kwargs,
-        )
-        return self._run(
-            self._jobs(self._encode_chats(messages, options), sampling_params, priority), use_tqdm
-        )
+        return self._run(self._chats(messages, sampling_params, priority, options), use_tqdm)
 
     def stream_chat(
         self,
@@ -277,23 +270,10 @@ class LLM:
         sampling_params: Params = None,
         *,
         priority: Sequence[int] | None = None,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        chat_template_kwargs: Mapping[str, object] | None = None,
+        **options: Unpack[ChatArguments],
     ) -> Generator[RequestOutput]:
         """`chat`, as `stream` is to `generate`."""
-        options = ChatOptions(
-            self._template if chat_template is None else _read_template(chat_template),
-            add_generation_prompt,
-            continue_final_message,
-            tools,
-            chat_template_kwargs,
-        )
-        return self._stream(
-            self._jobs(self._encode_chats(messages, options), sampling_params, priority)
-        )
+        return self._stream(self._chats(messages, sampling_params, priority, options))
 
     def abort(self, request_id: str) -> None:
         """End a request; what it has so far is its output. Unknown and finished ids are no error."""
@@ -363,14 +343,21 @@ class LLM:
         given = read_prompts(prompts)
         return [encode(one, self._tokenizer, f"prompt {place}") for place, one in enumerate(given)]
 
-    def _encode_chats(
-        self, messages: Conversation | Sequence[Conversation], options: ChatOptions
-    ) -> list[Prompt]:
-        given = read_conversations(messages)
-        return [
+    def _chats(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: Params,
+        priority: Sequence[int] | None,
+        given: ChatArguments,
+    ) -> list[Job]:
+        others = {name: value for name, value in given.items() if name not in CHAT_ARGUMENTS}
+        arguments.refuse(others, (*_CALL, *CHAT_ARGUMENTS), "LLM.chat", arguments.CALLS)
+        options = chat_options(given, self._template)
+        prompts = [
             encode_chat(one, self._tokenizer, options, f"conversation {place}")
-            for place, one in enumerate(given)
+            for place, one in enumerate(read_conversations(messages))
         ]
+        return self._jobs(prompts, params, priority)
 
     def _jobs(
         self, prompts: Sequence[Prompt], params: Params, priority: Sequence[int] | None
@@ -418,7 +405,7 @@ class LLM:
             open_ones = list(assemblies)
             while open_ones:
                 for assembly in open_ones:
-                    output = assembly.news()
+                    output = driver.news(assembly)
                     if output is not None:
                         yield output
                 open_ones = [one for one in open_ones if not one.finished or one.has_news]
@@ -426,13 +413,3 @@ class LLM:
                     driver.pump()
         finally:
             driver.drop(assemblies)
-
-
-def _read_template(template: str) -> str:
-    """A chat template given as Jinja text or as the path of a file with it."""
-    if any(sign in template for sign in "{}\n"):
-        return template
-    path = Path(template)
-    if not path.is_file():
-        raise ValueError(f"chat_template={template!r} is neither a Jinja template nor a file")
-    return path.read_text("utf-8")

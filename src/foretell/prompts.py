@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, SupportsIndex, cast
+from pathlib import Path
+from typing import Any, SupportsIndex, TypedDict, cast
 
 from foretell.text import Tokenizer
 
 LONGEST_BAD_WORD = 64  # tokens; every step compares so many with every node's history
 MOST_BAD_WORDS = 1024
+LONGEST_PATH = 1024  # characters
 PromptInput = str | Sequence[int] | Mapping[str, object]
 Message = Mapping[str, object]
 
@@ -28,17 +30,30 @@ class Prompt:
     token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """How a conversation becomes a prompt.
+class ChatArguments(TypedDict, total=False):
+    """Options of a chat, in vLLM's words; each may be left out.
 
     Args:
-        template: Jinja text that replaces the tokenizer's own chat template.
-        add_generation_prompt: end with the words that begin an assistant's answer.
+        chat_template: Jinja text, or the path of a file with it, in place of the model's own.
+        add_generation_prompt: end with the words that begin an assistant's answer (the default).
         continue_final_message: leave the last message open, so that the answer continues it.
         tools: descriptions for the template.
-        template_arguments: further variables for the template.
+        chat_template_kwargs: further variables for the template.
     """
+
+    chat_template: str | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tools: Sequence[Mapping[str, object]] | None
+    chat_template_kwargs: Mapping[str, object] | None
+
+
+CHAT_ARGUMENTS = tuple(ChatArguments.__annotations__)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How a conversation becomes a prompt: ChatArguments, read and checked; `template` is Jinja text."""
 
     template: str | None = None
     add_generation_prompt: bool = True
@@ -52,6 +67,34 @@ class ChatOptions:
                 "add_generation_prompt and continue_final_message cannot both be True; "
                 "pass add_generation_prompt=False to continue the last message"
             )
+
+
+def chat_options(given: ChatArguments, template: str | None) -> ChatOptions:
+    """The options of one chat.
+
+    Args:
+        template: Jinja text that holds where none is given.
+
+    Raises:
+        ValueError: two options contradict each other, or the template is neither Jinja text nor a file.
+    """
+    own = given.get("chat_template")
+    return ChatOptions(
+        template=template if own is None else read_template(own),
+        add_generation_prompt=given.get("add_generation_prompt", True),
+        continue_final_message=given.get("continue_final_message", False),
+        tools=given.get("tools"),
+        template_arguments=given.get("chat_template_kwargs"),
+    )
+
+
+def read_template(template: str) -> str:
+    """The Jinja text of a chat template given as such, or as the path of a file with it."""
+    if any(sign in template for sign in "{}\n"):
+        return template
+    if len(template) > LONGEST_PATH or not Path(template).is_file():
+        raise ValueError(f"chat_template={template!r} is neither a Jinja template nor a file")
+    return Path(template).read_text("utf-8")
 
 
 def read_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:

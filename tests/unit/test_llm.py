@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -497,6 +499,49 @@ def test_two_streams_and_a_batch_share_the_engine() -> None:
     assert [o.outputs[0].text for o in second][-1] == "zyx"
 
 
+def test_threads_share_the_engine_and_enter_it_one_at_a_time() -> None:
+    inside: list[int] = []
+
+    def step() -> None:
+        inside.append(1)
+        time.sleep(0.0005)
+        assert inside == [1], "two threads in one engine"
+        inside.pop()
+
+    llm, engine = make(lambda added: [*added.prompt * 4, EOS], size=1)
+    engine.before_step = step
+    params = SamplingParams(max_tokens=None, output_kind=RequestOutputKind.DELTA)
+
+    def one(letter: str) -> str:
+        texts = [llm.generate([letter, letter * 2], params, use_tqdm=False)[1].outputs[0].text]
+        texts.append("".join(o.outputs[0].text for o in llm.stream(letter * 2, params)))
+        assert texts[0] == texts[1]
+        return texts[0]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(one, "abcdefgh")) == [letter * 8 for letter in "abcdefgh"]
+    assert engine.running == {}
+    assert len({added.id for added in engine.added}) == 24
+
+
+def test_a_stream_that_the_garbage_collector_closes_in_a_step_ends_after_it() -> None:
+    llm, engine = make(lambda _: said("x" * 50), size=1)
+    stream = llm.stream("a", LONG)
+    next(stream)
+    forgotten = [stream]
+    del stream
+    states: list[bool] = []
+
+    def step() -> None:
+        forgotten.clear()  # closes it, as a collection in the middle of a step would
+        states.append("0" in engine.running)
+
+    engine.before_step = step
+    assert len(llm.generate("b", SamplingParams(max_tokens=2))[0].outputs[0].token_ids) == 2
+    assert states == [True, False]
+    assert engine.aborted == ["0"]
+
+
 def test_an_aborted_request_ends_with_what_it_has() -> None:
     llm, engine = make(echo, size=1)
     seen: list[RequestOutput] = []
@@ -732,6 +777,38 @@ def test_a_template_that_refuses_says_so() -> None:
 
 
 # The object.
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"lora_request": "adapter"}, "lora_request='adapter' is not supported. Merge the adapter"),
+        ({"prompt_token_ids": [[3]]}, "Pass {'prompt_token_ids': [...]} as the prompt."),
+        ({"tokenization_kwargs": {"truncation": True}}, "pass its token ids"),
+        ({"guided_options_request": {}}, "Use structured_outputs in SamplingParams."),
+        ({"prioritty": [1]}, "has no key 'prioritty'; did you mean 'priority'?"),
+    ],
+)
+def test_arguments_that_only_vllms_calls_have_are_refused_unless_they_are_off(
+    argument: dict[str, object], message: str
+) -> None:
+    llm, engine = make()
+    calls: list[Callable[..., object]] = [llm.generate, llm.stream]
+    for call in calls:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011  (the text is compared)
+            call("a", LONG, **argument)
+        assert message in str(caught.value)
+    for call in (llm.chat, llm.stream_chat):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            call(CHAT, LONG, **argument)
+        assert message in str(caught.value)
+    assert engine.added == []
+    off = {"lora_request": None, "mm_processor_kwargs": None, "tokenization_kwargs": {}}
+    assert llm.generate("a", LONG, **off)[0].outputs[0].text == "hello"
+    assert (
+        llm.chat(CHAT, LONG, chat_template_content_format="auto", **off)[0].outputs[0].text  # type: ignore[call-arg]
+        == "hello"
+    )
 
 
 def test_arguments_of_other_engines_are_refused_before_a_model_is_touched() -> None:
