@@ -103,6 +103,16 @@ class Engine:
         return self.scheduler.max_model_len
 
     @property
+    def num_blocks(self) -> int:
+        """KV blocks that requests can own."""
+        return self.scheduler.blocks.usable
+
+    @property
+    def drafts(self) -> bool:
+        """There is a drafter."""
+        return any(tree.nodes > 1 for tree in self.scheduler.trees)
+
+    @property
     def grammars(self) -> Grammars | None:
         """Compiles structured outputs; None without a tokenizer."""
         return self.runner.grammars

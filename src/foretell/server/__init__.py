@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: `foretell serve`. Needs the extra `serve`."""
