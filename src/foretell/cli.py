@@ -28,7 +28,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from typer import Argument, Option
 
 from foretell import demo as demonstration
-from foretell.commands import bench, bench_options, show_tree, tune
+from foretell.commands import bench, bench_options, serve, show_tree, tune
 from foretell.llm import LLM
 from foretell.metrics import Metrics
 from foretell.model.hub import DEFAULT_MODEL, ModelSource, resolve
@@ -46,6 +46,7 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 bench_options.command(app, "tune")(tune.command)
 bench_options.command(app, "show-tree")(show_tree.show_tree)
+serve.register(app)
 JsonOption = Annotated[bool, Option("--json", help="Print JSON, and only JSON, on stdout.")]
 
 

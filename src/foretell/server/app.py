@@ -235,7 +235,7 @@ def _routes(server: Server) -> APIRouter:
         """Answer a conversation."""
         name = asker.check_model(body.model)
         asked = await run_in_threadpool(asker.chat, body)
-        work = _Work(server, body, asked, name, f"chatcmpl-{_id(body, request)}")
+        work = Work(server, body, asked, name, f"chatcmpl-{_id(body, request)}")
         return await work.answer(request)
 
     @router.post("/v1/completions", responses=ERRORS)
@@ -243,7 +243,7 @@ def _routes(server: Server) -> APIRouter:
         """Continue texts."""
         name = asker.check_model(body.model)
         asked = await run_in_threadpool(asker.completion, body)
-        work = _Work(server, body, asked, name, f"cmpl-{_id(body, request)}")
+        work = Work(server, body, asked, name, f"cmpl-{_id(body, request)}")
         return await work.answer(request)
 
     @router.get("/v1/models")
@@ -339,7 +339,7 @@ def _id(body: Common, request: Request) -> str:
     return body.request_id or str(request.state.request_id) or uuid.uuid4().hex
 
 
-class _Work:
+class Work:
     """One request on its way through the engine.
 
     Args:
@@ -410,7 +410,7 @@ class _Work:
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if gathered.done():
-                return json_response(self._body_of(gathered.result()))
+                return json_response(self.body_of(gathered.result()))
             if gone.done():
                 return Response(status_code=499)
             raise ApiError(504, "the request took too long to answer.")
@@ -431,7 +431,12 @@ class _Work:
                 found.append(output)
         return found
 
-    def _body_of(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    def body_of(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The whole answer, from finished outputs, one per job.
+
+        Raises:
+            ApiError: one of them failed.
+        """
         usage, choices = Usage(), list[dict[str, Any]]()
         for place, output in enumerate(outputs):
             usage.add(place, output)
