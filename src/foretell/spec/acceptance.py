@@ -51,7 +51,7 @@ def expected_tokens(tree: Tree, rates: Sequence[float], most: int | None = None)
     if not rates:
         return 1.0
     reach, total = 1.0, 1.0
-    for depth, worth in enumerate(_levels(tree), start=1):
+    for depth, worth in enumerate(level_worths(tree), start=1):
         if most is not None and depth > most:
             break
         reach *= min(_rate(rates, depth) * worth, CERTAIN)
@@ -120,7 +120,7 @@ class Rates:
             cut: the request ended in this step: what follows the accepted tokens was not refused.
             most: deepest level that the request wanted.
         """
-        levels = _levels(tree)
+        levels = level_worths(tree)
         deepest = len(levels) if most is None else min(len(levels), most)
         assert 0 <= accepted <= deepest, (accepted, deepest)
         reached = accepted if cut else min(accepted + 1, deepest)
@@ -189,7 +189,7 @@ def _rate(rates: Sequence[float], depth: int) -> float:
 
 
 @lru_cache(maxsize=4 * MAX_NODES)
-def _levels(tree: Tree) -> tuple[float, ...]:
+def level_worths(tree: Tree) -> tuple[float, ...]:
     """For each depth from 1: what its nodes are worth in best candidates, per node reached above; 1 in a chain."""
     worth = [1.0]
     for node in range(1, tree.nodes):

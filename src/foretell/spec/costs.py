@@ -104,9 +104,9 @@ class StepCosts:
         """Seconds of a step of `rows` requests under a tree, measured or estimated.
 
         An estimate is, in this order: between the buckets on both sides; what the tree costs beside another one in the
-        nearest bucket where both were measured, times what that one costs here; what the next smaller tree costs here
-        (too low, so that whoever chooses tries it once); what the tree costs in the nearest bucket, never less in a
-        larger one.
+        nearest bucket where both were measured, times what that one costs here; the least that other trees here allow
+        (rather too low, so that whoever chooses tries it once); what the tree costs in the nearest bucket, or
+        on along the line of the last two.
 
         Raises:
             ValueError: nothing was measured at all.
@@ -190,12 +190,11 @@ class StepCosts:
         return ratio * self.cells[bucket, other].seconds
 
     def _by_smaller(self, bucket: int, tree: int) -> float | None:
+        """The least that it can be: what the next smaller tree costs, and its share of what a larger one does."""
         nodes = self.trees[tree].nodes
-        here = {other: cell.seconds for (b, other), cell in self.cells.items() if b == bucket}
-        smaller = [s for other, s in here.items() if self.trees[other].nodes <= nodes]
-        if smaller:
-            return max(smaller)
-        return min(here.values()) if here else None
+        here = [(self.trees[t].nodes, c.seconds) for (b, t), c in self.cells.items() if b == bucket]
+        least = [s if n <= nodes else s * nodes / n for n, s in here]
+        return max(least, default=None)
 
     def _by_nearest(self, bucket: int, tree: int) -> float | None:
         known = self._buckets(tree)
