@@ -12,7 +12,7 @@ from foretell.speculation import Missing
 
 _NONE = Missing((None,), "Leave it out.")
 _ADAPTERS = Missing((None, False), "Merge the adapter into the model's weights before loading it.")
-_ONE_MACHINE = Missing((None, 1), "Use tensor_parallel_size to spread over several devices.")
+_ONE_DEVICE = Missing((None, 1), "A model runs on one device; leave it out.")
 _HOST_MEMORY = Missing((None, 0, 0.0), "Use a smaller or quantised model; nothing is swapped out.")
 _TEXT_ONLY = Missing((None, ""), "Only text goes in; leave it out.")
 _CODE = Missing((None, False), "No code is loaded from a model's repository; leave it out.")
@@ -47,10 +47,10 @@ MISSING: Mapping[str, Missing] = {
     ),
     "cpu_offload_gb": _HOST_MEMORY,
     "swap_space": _HOST_MEMORY,
-    "pipeline_parallel_size": _ONE_MACHINE,
-    "data_parallel_size": _ONE_MACHINE,
+    "pipeline_parallel_size": _ONE_DEVICE,
+    "data_parallel_size": _ONE_DEVICE,
     "distributed_executor_backend": Missing(
-        (None, "mp", "uni"), "Processes on one machine are used."
+        (None, "uni"), "A model runs on one device, in one process; leave it out."
     ),
     "disable_custom_all_reduce": Missing((None, False, True), "There is none."),
     "compilation_config": _NONE,

@@ -19,6 +19,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from importlib.metadata import version as installed_version
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -43,10 +44,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench.app, name="bench")
-bench_options.command(app, "tune")(tune.command)
-bench_options.command(app, "show-tree")(show_tree.show_tree)
-serve.register(app)
 JsonOption = Annotated[bool, Option("--json", help="Print JSON, and only JSON, on stdout.")]
 
 
@@ -64,7 +61,13 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def errors_as_lines() -> Iterator[None]:
-    """Wrong input and a failing machine end in one line on stderr; our own faults keep their traceback."""
+    """Wrong input and a failing machine end in one line on stderr; our own faults keep their traceback.
+
+    A character that stdout or stderr cannot show is a question mark there, and no error.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         yield
     except KeyboardInterrupt:
@@ -224,6 +227,12 @@ def version(as_json: JsonOption = False) -> None:
         print(json.dumps({**found, "python": platform.python_version()}))
     else:
         print(f"foretell {installed_version('foretell')}")
+
+
+app.add_typer(bench.app, name="bench")  # behind the others, as --help lists them
+bench_options.command(app, "tune")(tune.command)
+bench_options.command(app, "show-tree")(show_tree.show_tree)
+serve.register(app)
 
 
 @dataclass(frozen=True, slots=True)

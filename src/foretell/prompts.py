@@ -235,8 +235,8 @@ def _tokens(
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{place}: the text has half a surrogate pair at character {error.start}, which is no character; decode "
-            "it with errors='replace'"
+            f"{place}: the text has half a surrogate pair at character {error.start}, which is no character (bytes "
+            "that are not UTF-8 become such); decode it with errors='replace'"
         ) from None
     return tuple(tokenizer.encode(text, add_special_tokens=special))
 

@@ -313,6 +313,10 @@ def test_R36_a_drafter_that_is_not_there_is_refused(tmp_path: Path, target: Path
     assert "does not exist" in said
 
 
+def test_more_than_one_device_is_refused_and_not_ignored(target: Path) -> None:
+    assert "tensor_parallel_size=2 is not supported" in refused(target, tensor_parallel_size=2)
+
+
 def test_a_draft_model_needs_a_number_of_tokens(tmp_path: Path, target: Path) -> None:
     said = refused(target, write_model(tmp_path / "draft"))
     assert said.startswith("num_speculative_tokens must be provided with speculative model unless")

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Generator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -231,6 +235,21 @@ def test_errors_are_one_line_without_a_traceback(
     assert result.exit_code == code
     assert result.stderr.count("\n") == 1
     assert "Traceback" not in result.output
+
+
+def test_a_character_that_the_terminal_lacks_is_no_error(tmp_path: Path) -> None:
+    shown = tmp_path / "shown"
+    narrow = shown.open("w", encoding="ascii")
+    with narrow, redirect_stdout(narrow), cli.errors_as_lines():
+        cli.StreamedText()(output("0", "say it", ["naïve 👍"], "stop"))
+    assert shown.read_text("ascii") == "na?ve ?\n"
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys, foretell.cli; sys.exit(not {'torch', 'transformers'}.isdisjoint(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_our_own_faults_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

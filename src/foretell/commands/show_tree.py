@@ -9,9 +9,8 @@ from typing import Annotated
 from typer import Argument, Option
 
 from foretell.config import TreeSpec, as_tree
-from foretell.spec.dynamic_tree import Growth
 from foretell.spec.presets import NAMES
-from foretell.spec.tree_spec import read_tree
+from foretell.spec.tree import Tree
 from foretell.trace import Place, read_trace, summarise
 from foretell.trace_drawing import Drawing, draw_summary, draw_tree, save_drawing
 
@@ -43,8 +42,10 @@ def _drawing(tree: str, least: int) -> Drawing:
     spec = _spec(tree)
     if spec == "chain":
         raise ValueError("a chain has no branches to draw; give a tree, or the trace of a chain")
+    from foretell.spec.tree_spec import read_tree  # loads torch, which --help does not need
+
     shape = read_tree(spec, None)
-    assert not isinstance(shape, Growth), "JSON lists and names are trees that do not grow"
+    assert isinstance(shape, Tree), "JSON lists and names are trees that do not grow"
     places: list[Place] = [()]  # by rank: a published tree may skip one
     for parent, rank in zip(shape.parents[1:], shape.ranks[1:], strict=True):
         places.append((*places[parent], rank))

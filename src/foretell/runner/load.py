@@ -50,6 +50,11 @@ def build(config: EngineConfig) -> Built:
     Raises:
         ValueError: a model, drafter, tree or size does not work; the message names the field and the remedy.
     """
+    if config.tensor_parallel_size > 1:
+        raise ValueError(
+            f"tensor_parallel_size={config.tensor_parallel_size} is not supported: a model runs on one device. "
+            "Leave it out, and use a smaller or quantised model where memory is short"
+        )
     device = resolve_device(config.device)
     source = resolve(config.model, revision=config.revision)
     found = None
