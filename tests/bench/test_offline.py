@@ -11,10 +11,19 @@ from foretell import SamplingParams
 from foretell.bench import acceptance as by_kind
 from foretell.bench import offline
 from foretell.bench.offline import Plan, course, enough
-from foretell.bench.runs import Answer, Run, Side, alternate, in_groups, joined, streamed, together
+from foretell.bench.runs import (
+    Answer,
+    Counted,
+    Run,
+    Side,
+    alternate,
+    in_groups,
+    joined,
+    streamed,
+    together,
+)
 from foretell.bench.stats import Spread
 from foretell.bench.variants import Variant, given_variant, grid, plain_variant
-from foretell.metrics import Metrics
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 DRAFTED = given_variant({"model": "models/draft", "num_speculative_tokens": 3})
@@ -50,7 +59,7 @@ def test_throughput_compares_plain_with_drafts_on_the_same_text() -> None:
 
 def test_a_speed_up_is_the_median_of_ratios_of_neighbours() -> None:
     def run(seconds: float) -> Run:
-        return Run((_answer(),), seconds, Metrics())
+        return Run((_answer(),), seconds, Counted())
 
     sides = [Side(plain_variant(), None, PARAMS), Side(DRAFTED, None, PARAMS)]  # type: ignore[arg-type]
     done = {
@@ -70,7 +79,7 @@ def test_sides_alternate_and_every_other_round_goes_backwards() -> None:
 
     def run(side: Side) -> Run:
         order.append(side.label)
-        return Run((), 1.0, Metrics())
+        return Run((), 1.0, Counted())
 
     sides = [
         Side(plain_variant(), None, PARAMS),  # type: ignore[arg-type]
@@ -165,10 +174,10 @@ def test_raw_continues_the_text_itself() -> None:
 
 def test_a_course_adds_up_to_the_tokens_of_the_run() -> None:
     events = tuple((0.1 * i, 2) for i in range(1, 101))
-    found = course("x", Run((), 10.0, Metrics(), events))
+    found = course("x", Run((), 10.0, Counted(), events))
     width = found.seconds[1] - found.seconds[0]
     assert sum(found.tokens_per_s) * width == pytest.approx(200)
-    assert course("x", Run((), 1.0, Metrics())).seconds == ()
+    assert course("x", Run((), 1.0, Counted())).seconds == ()
 
 
 def test_acceptance_is_by_category_and_all_of_them_is_the_sum() -> None:

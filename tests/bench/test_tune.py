@@ -14,11 +14,10 @@ from foretell import SamplingParams
 from foretell.bench import tune as tuning
 from foretell.bench.offline import Plan
 from foretell.bench.prompts import BenchPrompt
-from foretell.bench.runs import Answer, Run, Side
+from foretell.bench.runs import Answer, Counted, Run, Side
 from foretell.bench.tune import Pair, Trial, rounds, settings, speedup, tune, winners
 from foretell.bench.variants import Variant, given_variant, plain_variant
 from foretell.configfile import read_config, write_config
-from foretell.metrics import Metrics
 from foretell.options import EngineOptions
 from foretell.speculation import resolve_speculation
 
@@ -50,7 +49,7 @@ def scripted(
             ran.append((side.label, len(group)))
             gain = gains[side.variant.k] if side.variant.k else 1.0
             answers = tuple(Answer((1,) * 10, 4, 0.1, 1.0) for _ in group)
-            return Run(answers, len(group) / gain * noise.uniform(0.95, 1.05), Metrics())
+            return Run(answers, len(group) / gain * noise.uniform(0.95, 1.05), Counted())
 
         monkeypatch.setattr(tuning, "together", together)
         monkeypatch.setattr(tuning, "warm_up", lambda *_: None)

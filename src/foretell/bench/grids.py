@@ -230,6 +230,12 @@ def _simulated(record: Record) -> Grid:
         for row in record.rows
     ]
     note = f"Simulated from measured step costs: {record.settings.get('costs_source')}. Nothing here was run."
+    extra = record.extra or {}
+    if "capacity_per_replica" in extra:
+        most = number(extra["capacity_per_replica"], 2)
+        note += f" Within the limits one replica serves {most} requests/s"
+        said = [f"{gpus:,} GPUs for {rate}/s" for rate, gpus in extra["gpus_needed"].items()]
+        note += f": {', '.join(said)}." if said else "."
     return Grid(heading(record), columns, tuple(rows), note)
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
 from typing import Protocol
 
 from foretell.bench.prompts import BenchPrompt
@@ -69,6 +70,38 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class Counted:
+    """What the engine counted during a run: the fields of `metrics.Metrics` of the same names."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    num_verified_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+
+    @classmethod
+    def between(cls, before: Metrics, after: Metrics) -> Counted:
+        """What was added."""
+        added = after.since(before)
+        return cls(**{f.name: getattr(added, f.name) for f in fields(cls)})
+
+    def plus(self, other: Counted) -> Counted:
+        """Of both together."""
+        places = zip_longest(
+            self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos, fillvalue=0
+        )
+        sums = {
+            f.name: getattr(self, f.name) + getattr(other, f.name)
+            for f in fields(self)
+            if f.name != "num_accepted_tokens_per_pos"
+        }
+        return Counted(**sums, num_accepted_tokens_per_pos=tuple(a + b for a, b in places))
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """One pass over some prompts.
 
@@ -79,7 +112,7 @@ class Run:
 
     answers: tuple[Answer, ...]
     seconds: float
-    counted: Metrics
+    counted: Counted
     events: tuple[tuple[float, int], ...] = ()
     gaps: tuple[float, ...] = ()
 
@@ -129,18 +162,19 @@ class Acceptance:
     conditional: tuple[float, ...]
 
     @classmethod
-    def of(cls, counted: Metrics) -> Acceptance | None:
+    def of(cls, counted: Counted) -> Acceptance | None:
         """None where nothing was drafted."""
-        if not counted.num_drafts:
+        drafts = counted.num_drafts
+        if not drafts:
             return None
-        per_position = counted.acceptance_rate_per_pos
+        per_position = tuple(count / drafts for count in counted.num_accepted_tokens_per_pos)
         before = (1.0, *per_position)
         return cls(
-            drafts=counted.num_drafts,
+            drafts=drafts,
             drafted=counted.num_draft_tokens,
             accepted=counted.num_accepted_tokens,
-            length=counted.mean_acceptance_length,
-            rate=counted.draft_acceptance_rate,
+            length=counted.num_verified_tokens / drafts,
+            rate=counted.num_accepted_tokens / counted.num_draft_tokens,
             per_position=per_position,
             conditional=tuple(
                 p / b if b else 0.0 for p, b in zip(per_position, before, strict=False)
@@ -156,7 +190,7 @@ def together(side: Side, prompts: Sequence[BenchPrompt]) -> Run:
     started = time.perf_counter()
     outputs = _ask(side, prompts, params)
     seconds = time.perf_counter() - started
-    counted = side.llm.get_metrics().since(before)
+    counted = Counted.between(before, side.llm.get_metrics())
     return Run(tuple(_answer(output) for output in outputs), seconds, counted)
 
 
@@ -185,12 +219,12 @@ def streamed(side: Side, prompts: Sequence[BenchPrompt]) -> Run:
         for output in stream:
             pieces.append((time.perf_counter() - started, output))
     seconds = time.perf_counter() - started
-    return _followed(pieces, seconds, side.llm.get_metrics().since(before))
+    return _followed(pieces, seconds, Counted.between(before, side.llm.get_metrics()))
 
 
 def joined(runs: Sequence[Run]) -> Run:
     """Runs that followed each other, as one."""
-    total = Run((), 0.0, Metrics())
+    total = Run((), 0.0, Counted())
     answers: list[Answer] = []
     events: list[tuple[float, int]] = []
     gaps: list[float] = []
@@ -198,9 +232,9 @@ def joined(runs: Sequence[Run]) -> Run:
         events += [(total.seconds + at, tokens) for at, tokens in run.events]
         answers += run.answers
         gaps += run.gaps
-        total = replace(total, seconds=total.seconds + run.seconds)
-    counted = _sum([run.counted for run in runs])
-    return Run(tuple(answers), total.seconds, counted, tuple(events), tuple(gaps))
+        seconds, counted = total.seconds + run.seconds, total.counted.plus(run.counted)
+        total = Run((), seconds, counted)
+    return replace(total, answers=tuple(answers), events=tuple(events), gaps=tuple(gaps))
 
 
 def alternate(
@@ -242,7 +276,7 @@ def _answer(output: RequestOutput) -> Answer:
 
 
 def _followed(
-    pieces: Sequence[tuple[float, RequestOutput]], seconds: float, counted: Metrics
+    pieces: Sequence[tuple[float, RequestOutput]], seconds: float, counted: Counted
 ) -> Run:
     """From the pieces of a stream to answers, in the order of the requests."""
     tokens: dict[str, list[int]] = {}
@@ -263,11 +297,3 @@ def _followed(
     )
     events = tuple((at, len(output.outputs[0].token_ids)) for at, output in pieces)
     return Run(answers, seconds, counted, events, gaps)
-
-
-def _sum(counted: Sequence[Metrics]) -> Metrics:
-    """What several stretches counted together."""
-    total = Metrics()
-    for one in counted:
-        total = one.since(Metrics().since(total))  # a - (0 - b) = a + b
-    return total

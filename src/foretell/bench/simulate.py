@@ -110,18 +110,27 @@ class Traffic:
     Args:
         lengths: (prompt tokens, output tokens) of real requests; drawn with replacement.
         rate: requests a second, Poisson; infinity = all at once.
+        in_order: lengths are taken one after the other instead.
     """
 
     lengths: Sequence[tuple[int, int]]
     rate: float
     requests: int
     seed: int = 0
+    in_order: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.lengths or any(p < 1 or o < 1 for p, o in self.lengths):
+            raise ValueError("lengths must be pairs (prompt tokens, output tokens), all at least 1")
 
     def jobs(self) -> list[Job]:
         """The requests, in order of arrival."""
         draw = random.Random(self.seed + 1)
         due = arrivals(self.rate, self.requests, self.seed)
-        return [Job(at, *draw.choice(list(self.lengths))) for at in due]
+        own = list(self.lengths)
+        if self.in_order:
+            return [Job(at, *own[i % len(own)]) for i, at in enumerate(due)]
+        return [Job(at, *draw.choice(own)) for at in due]
 
 
 @dataclass(slots=True)

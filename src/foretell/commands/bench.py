@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 from typer import Argument, Option
+from typer.core import TyperGroup
 
 from foretell.bench import acceptance as by_kind
 from foretell.bench import compare as comparing
@@ -42,9 +43,20 @@ from foretell.commands.bench_options import (
     sampling_warnings,
     settings_of,
 )
+from foretell.commands.simulate import simulate
 from foretell.options import NGRAM_TOKENS, EngineOptions, SamplingOptions
 
+
+class _Group(TyperGroup):
+    """`bench --simulate` is `bench simulate`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        first = ["simulate" if arg == "--simulate" else arg for arg in args[:1]]
+        return super().parse_args(ctx, [*first, *args[1:]])
+
+
 app = typer.Typer(
+    cls=_Group,
     help="Measure: plain decoding against drafts, servers under load, what steps cost, and what that means.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -332,6 +344,9 @@ def _body(sampling: SamplingOptions) -> dict[str, Any]:
     if sampling.stop:
         body["stop"] = list(sampling.stop)
     return body
+
+
+command(app)(simulate)
 
 
 @command(app)
