@@ -77,10 +77,6 @@ class RunOptions:
         ),
     ] = False
 
-    def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise ValueError(f"repeats must be at least 1, got {self.repeats}")
-
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
@@ -230,6 +226,8 @@ def offline_plan(
     batch: int | None,
 ) -> Plan:
     """What to run; raises ValueError."""
+    if runs.repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {runs.repeats}")
     if batch is not None and batch < 1:
         raise ValueError(f"batch must be at least 1, got {batch}")
     warm_up = runs.warm_up_tokens
