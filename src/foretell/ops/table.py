@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -61,4 +62,9 @@ def table_for(device: torch.device) -> OpTable:
         from foretell.ops.triton.table import CUDA  # Triton is imported where there is a GPU for it
 
         return CUDA
+    if device.type == "cpu" and find_spec("numba") is not None:
+        # Numba likewise; a Python that is too new for it runs without.
+        from foretell.ops.cpu.table import CPU
+
+        return CPU
     return REFERENCE
