@@ -30,6 +30,8 @@ RUNNING, STOPPED, FULL, BROKEN = (
     3,
 )  # why a request ended in a step, as the outbox carries it
 
+CATCH_UP = 32  # tokens that a drafter that rested is shown in one pass
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -90,6 +92,9 @@ def decode_step(
     """
     slots, tree = device.slots, shape.tree
     nodes = gather_nodes(slots, rows, shape)
+    # A draft is tried once: one that was refused no longer follows the law it was drawn from, and where no new one is
+    # made (near a request's end) it would be tried again.
+    slots.draft.index_fill_(0, rows, -1)
     indices = slots.length[rows].unsqueeze(1) - 1 + torch.arange(tree.nodes, device=rows.device)
     blocks = slots.blocks[rows]
     live = slots.live[rows].unsqueeze(1).expand_as(indices)
@@ -305,6 +310,40 @@ def prefill_step(
         features=None if features is None else features[ends].unsqueeze(1),
         prompt=PromptRows(tokens=tokens, features=before, meta=meta),
     )
+
+
+def catch_up(
+    device: Device, rows: Tensor, until: Tensor, most: int, shape: Shape, mode: Mode, keys: int
+) -> None:
+    """Show the drafter what was committed while it rested, CATCH_UP tokens at a time.
+
+    Args:
+        rows: [B] int64, slots of requests that it rested for.
+        until: [B] int64, tokens below this position are shown; those of the last step come with the draft.
+        most: no row has more of them.
+        shape: of the tree with one node.
+    """
+    slots = device.slots
+    place = torch.arange(min(most, CATCH_UP), device=rows.device)
+    for _ in range(-(-most // CATCH_UP)):
+        start = slots.seen[rows]
+        index = (start.unsqueeze(1) + place).clamp(max=slots.tokens.shape[1] - 1)
+        count = (until - start).clamp(0, CATCH_UP)
+        window = Window(
+            slots=rows,
+            tokens=slots.tokens[rows.unsqueeze(1), index].to(torch.int64),
+            start=start,
+            count=count,
+            features=None,
+            live=slots.live[rows],
+            blocks=slots.blocks[rows],
+            text=slots.tokens,
+            law=slots.law(rows),
+            mode=mode,
+            keys=keys + CATCH_UP,
+        )
+        device.drafter.propose(window, shape)
+        slots.seen[rows] = start + count
 
 
 def draft_step(
