@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 from drafting import Request, law
-from lab import tiny_decoder
+from lab import ScriptedDrafter, make_lab, prompts, tiny_decoder
 from oracles import V, cycle_config
 from torch import Tensor
 
 from foretell.model.layers import fill_random
 from foretell.ops.meta import LayerKV, Meta, TreeRows
 from foretell.ops.table import table_for
+from foretell.sampling_params import SamplingParams
 from foretell.spec.autoregressive import Autoregressive
 from foretell.spec.checkpoint.vocabularies import whole
-from foretell.spec.drafter import Draft
+from foretell.spec.drafter import Draft, KVSpec, KVView, PromptRows, Window
 from foretell.spec.dynamic_tree import Growth
 from foretell.spec.eagle import EagleDrafter, Fusion, FusionNet, Parts
-from foretell.spec.nodes import dynamic_shape, static_shape
-from foretell.spec.tree import chain
+from foretell.spec.nodes import Shape, dynamic_shape, static_shape
+from foretell.spec.tree import Tree, chain
 from foretell.spec.verify import Acceptance
 
 CPU = torch.device("cpu")
@@ -241,3 +243,67 @@ def test_the_scratch_of_the_originals_numbers_fits_one_ancestor_set() -> None:
             assert growth.bound.depth == depth
             assert growth.bound.nodes == growth.nodes
     assert math.isclose(Growth(1, 63, 64).beam, 1)
+
+
+@dataclass
+class AsGrown:
+    """A scripted drafter that hands over a static tree as if it had grown it."""
+
+    inner: ScriptedDrafter
+    tree: Tree
+    kv: KVSpec | None = None
+    features: tuple[int, ...] = ()
+
+    def bind(self, target: object, kv: KVView | None) -> None:
+        """Nothing to bind."""
+
+    def observe(self, rows: PromptRows) -> None:
+        """Nothing to ingest."""
+
+    def propose(self, window: Window, shape: Shape) -> Draft:
+        """The script's tokens with the tree's parents."""
+        if shape.tree.nodes == 1:
+            return self.inner.propose(window, shape)
+        draft = self.inner.propose(window, static_shape(self.tree, CPU))
+        parents = torch.tensor((0, *self.tree.parents[1:])).expand_as(draft.tokens)
+        return Draft(tokens=draft.tokens, parents=parents)
+
+
+def half_right(text: list[int], tree: Tree) -> list[int]:
+    """Guesses by the text, with duplicate siblings and gaps."""
+    rng = random.Random(sum(text))
+    return [-1, *(rng.choice([text[-1], text[0], -1, 5, 7]) for _ in range(tree.nodes - 1))]
+
+
+@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+@pytest.mark.parametrize(
+    "tree",
+    [Tree((-1, 0, 0, 1, 1, 2)), Tree((-1, 0, 1, 2, 0, 0, 4, 5)), chain(4), Tree((-1, 0, 0, 0))],
+)
+def test_a_grown_tree_is_verified_as_the_static_one_it_equals(tree: Tree, acceptance: str) -> None:
+    """The same tokens in the same places: the same text, in steps of the same lengths, at any temperature."""
+    bound = tree if tree.is_chain else Growth(4, tree.depth, tree.nodes).bound
+    labs = [
+        make_lab(ScriptedDrafter(half_right), tree, tiny_decoder(0), acceptance),
+        make_lab(
+            AsGrown(ScriptedDrafter(half_right), tree),
+            bound,
+            tiny_decoder(0),
+            acceptance,
+            grows=True,
+        ),
+    ]
+    results = []
+    for lab in labs:
+        for i, prompt in enumerate(prompts(6, low=4)):
+            params = SamplingParams(temperature=0.5 * (i % 3), max_tokens=30, top_k=4)
+            lab.add(str(i), [p % 8 + 3 for p in prompt], params, seed=i)
+        runs = lab.drain()
+        results.append(
+            {
+                name: (run.tokens, [(len(d.token_ids), d.drafted, d.accepted) for d in run.deltas])
+                for name, run in runs.items()
+            }
+        )
+    assert results[0] == results[1]
+    assert sum(d[2] for _, deltas in results[0].values() for d in deltas) > 0
