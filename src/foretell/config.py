@@ -240,13 +240,18 @@ class Speculation:
         tree: parents of the nodes, their rank paths, the name of a published tree, "chain", or how trees grow
             (GrownTree); None = what the drafter does by itself. A tree by name is cut to `num_speculative_tokens`
             levels if they are given.
+        adaptive: draft less, or nothing, where that is faster (spec/controller.py); the tree is the most that is
+            drafted. False = always that tree. None = adaptive under "match", whose text does not depend on it;
+            elsewhere the law does not, but which text a seed gives would.
     """
 
     drafter: Drafter | None = None
     acceptance: Acceptance = "match"
     tree: TreeSpec | None = None
+    adaptive: bool | None = None
 
     def __post_init__(self) -> None:
+        _check_adaptive(self.adaptive)
         _check_choice("acceptance", self.acceptance, get_args(Acceptance))
         if self.tree is None:
             return
@@ -286,7 +291,7 @@ class EngineConfig:
         scheduling_policy: "fcfs" or "priority" (lower numbers first).
         max_logprobs: most log-probabilities per token a request may ask for; -1 = the whole vocabulary.
         enforce_eager: no CUDA graphs.
-        drafter, acceptance, tree: see Speculation.
+        drafter, acceptance, tree, adaptive: see Speculation.
         compat: how a drafter is proved at the start: "off", "shapes" (what can be compared), or "full" (it also drafts
             for a few built-in prompts).
         trace: file for what every step drafted and accepted, as JSON lines; True = foretell-trace.jsonl.
@@ -312,6 +317,7 @@ class EngineConfig:
     drafter: Drafter | None = None
     acceptance: Acceptance = "match"
     tree: TreeSpec | None = None
+    adaptive: bool | None = None
     compat: Compat = "full"
     trace: str | bool | None = None
 
@@ -330,7 +336,12 @@ class EngineConfig:
     @property
     def speculation(self) -> Speculation:
         """Drafter, acceptance rule and tree together."""
-        return Speculation(self.drafter, self.acceptance, self.tree)
+        return Speculation(self.drafter, self.acceptance, self.tree, self.adaptive)
+
+    @property
+    def adapts(self) -> bool:
+        """A controller picks what is drafted."""
+        return self.acceptance == "match" if self.adaptive is None else self.adaptive
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> Self:
@@ -470,6 +481,13 @@ def _is_int(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_adaptive(value: object) -> None:
+    _require(
+        value is None or isinstance(value, bool),
+        f"adaptive must be True, False or None, got {value!r}",
+    )
 
 
 def _check_positive(name: str, value: object) -> None:

@@ -158,6 +158,75 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class StepReport:
+    """What became of one decode step, and what the controller had expected (0 where it expected nothing).
+
+    Args:
+        rows: requests that decoded.
+        depth, nodes: of the tree that was verified.
+        emitted: tokens of all rows.
+        trial: the tree was not thought the best, but worth knowing.
+    """
+
+    rows: int
+    depth: int
+    nodes: int
+    emitted: int
+    seconds: float = 0.0
+    expected_tokens: float = 0.0
+    expected_seconds: float = 0.0
+    trial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Decode steps that did nothing else, as far as they were timed.
+
+    Args:
+        by_depth: how many verified a tree of depth 0 (plain), 1, 2, ...
+        emitted, seconds: tokens and time of all.
+        foreseen, expected_tokens, expected_seconds, foreseen_tokens, foreseen_seconds: of the steps that the controller
+            had expectations of: how many, what it expected, and what came.
+        trials: steps that tried a tree which was not thought the best.
+        switches: changes of the tree that was verified.
+    """
+
+    by_depth: tuple[int, ...] = ()
+    emitted: int = 0
+    seconds: float = 0.0
+    foreseen: int = 0
+    expected_tokens: float = 0.0
+    expected_seconds: float = 0.0
+    foreseen_tokens: int = 0
+    foreseen_seconds: float = 0.0
+    trials: int = 0
+    switches: int = 0
+
+    def plus(self, report: StepReport, switched: bool) -> Steps:
+        """With one more step."""
+        depths = [*self.by_depth, *[0] * (report.depth + 1 - len(self.by_depth))]
+        depths[report.depth] += 1
+        foreseen = report.expected_seconds > 0
+        return Steps(
+            by_depth=tuple(depths),
+            emitted=self.emitted + report.emitted,
+            seconds=self.seconds + report.seconds,
+            foreseen=self.foreseen + foreseen,
+            expected_tokens=self.expected_tokens + foreseen * report.expected_tokens,
+            expected_seconds=self.expected_seconds + foreseen * report.expected_seconds,
+            foreseen_tokens=self.foreseen_tokens + foreseen * report.emitted,
+            foreseen_seconds=self.foreseen_seconds + foreseen * report.seconds,
+            trials=self.trials + report.trial,
+            switches=self.switches + switched,
+        )
+
+    def since(self, earlier: Steps) -> Steps:
+        """What was added after `earlier`."""
+        pairs = {f.name: (getattr(self, f.name), getattr(earlier, f.name)) for f in fields(Steps)}
+        return Steps(**{name: _difference(now, before) for name, (now, before) in pairs.items()})
+
+
+@dataclass(frozen=True, slots=True)
 class Metrics:
     """A snapshot of the counters; all count from the start of the engine.
 
@@ -174,6 +243,7 @@ class Metrics:
         drafter_fallbacks: requests that went on without drafts because the drafter failed for them.
         time_to_first_token, latency: from arrival to the first token, and to the end, of requests.
         histograms: the same and more, as spreads.
+        steps: decode steps, what the controller chose and expected, and what came.
         state: of the engine at the time of the snapshot.
     """
 
@@ -194,6 +264,7 @@ class Metrics:
     latency: Timing = field(default_factory=Timing)
     drafter_fallbacks: int = 0
     histograms: Histograms = field(default_factory=Histograms)
+    steps: Steps = field(default_factory=Steps)
     state: State = field(default_factory=State)
 
     @property
@@ -225,7 +296,7 @@ def _difference(now: Any, before: Any) -> Any:
         return tuple(a - b for a, b in zip_longest(now, before, fillvalue=0))
     if isinstance(now, State):
         return now
-    counted = isinstance(now, Timing | Finished | Histograms)
+    counted = isinstance(now, Timing | Finished | Histograms | Steps)
     return now.since(before) if counted else now - before
 
 
@@ -319,6 +390,7 @@ class Recorder:
         self._finished = Finished()
         self._first_token = self._latency = Timing()
         self._fallbacks = 0
+        self._steps, self._depth = Steps(), -1
         self._spreads = _Spreads()
 
     def snapshot(self) -> Metrics:
@@ -341,6 +413,7 @@ class Recorder:
             latency=self._latency,
             drafter_fallbacks=self._fallbacks,
             histograms=self._spreads.snapshot(),
+            steps=self._steps,
         )
 
     def added(self, request: Request) -> None:
@@ -357,6 +430,11 @@ class Recorder:
     def fell_back(self, request: Request) -> None:
         """The drafter failed for a request; it goes on without drafts."""
         self._fallbacks += 1
+
+    def stepped(self, report: StepReport) -> None:
+        """A decode step is over."""
+        switched = self._depth not in (-1, report.depth)
+        self._steps, self._depth = self._steps.plus(report, switched), report.depth
 
     def emitted(self, request: Request, result: Result) -> None:
         """A step brought something for a request; nothing counts after its end was reported."""

@@ -45,6 +45,7 @@ KEYS = (
     "rejection_sample_method",
     "acceptance",
     "tree",
+    "adaptive",
     "target_layers",
     "target_layers_convention",
     "norm_before_residual",
@@ -152,7 +153,12 @@ def resolve_speculation(
         without_model.setdefault("num_speculative_tokens", SUFFIX_TOKENS)
         first = _free(names[0], without_model)
         drafter = Chained(first, _checkpoint(names[1], given))
-    return Speculation(drafter, _acceptance(given), cast("TreeSpec | None", given.get("tree")))
+    return Speculation(
+        drafter,
+        _acceptance(given),
+        cast("TreeSpec | None", given.get("tree")),
+        cast("bool | None", given.get("adaptive")),
+    )
 
 
 def _merged(

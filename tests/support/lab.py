@@ -173,6 +173,7 @@ def make_lab(
         "max_num_seqs": 8,
         "max_num_batched_tokens": 256,
         "kv_cache_memory_bytes": 64 << 20,
+        "adaptive": False,  # tests of counts want to know what is drafted
     }
     settings.update(config)
     tree = chain(0) if tree is None else tree

@@ -13,6 +13,7 @@ from foretell.engine.trace import TraceWriter
 from foretell.runner.build import Built
 from foretell.runner.load import build
 from foretell.spec import grammar
+from foretell.spec.controller import Controller
 from foretell.spec.grammar import Grammars
 
 
@@ -49,6 +50,8 @@ def engine_around(built: Built, config: EngineConfig, watcher: Watcher | None = 
         drafter_kv=built.drafter_kv,
         drafted_length=built.drafted_length,
         learned_prompt=built.learned_prompt,
+        controller=Controller(built.trees) if config.adapts and len(built.trees) > 1 else None,
+        rests=built.rests,
     )
     engine = Engine(
         built.runner,

@@ -15,7 +15,8 @@ from typing import Protocol
 
 from foretell.engine.request import Request
 from foretell.engine.scheduler import Scheduler
-from foretell.metrics import State
+from foretell.engine.stopwatch import Stopwatch
+from foretell.metrics import State, StepReport
 from foretell.runner.outbox import Ticket
 from foretell.runner.plan import DraftTree, LogprobRow, Plan, SlotResult
 from foretell.runner.runner import Runner
@@ -44,6 +45,10 @@ class Watcher(Protocol):
 
     def emitted(self, request: Request, result: SlotResult) -> None:
         """A step brought something for a request; `request.finish` says whether it is over."""
+        ...
+
+    def stepped(self, report: StepReport) -> None:
+        """A step that only decoded is over."""
         ...
 
 
@@ -95,6 +100,7 @@ class Engine:
         )
         self._max_stop_ids = max_stop_ids
         self._pending: deque[Ticket] = deque()
+        self._stopwatch = Stopwatch()
         self._failure: BaseException | None = None  # what ended a step half-way
 
     @property
@@ -206,6 +212,7 @@ class Engine:
             raise
 
     def _step(self) -> list[Delta]:
+        self._stopwatch.begin()
         plan = self.scheduler.plan()
         deltas = [self._failed(request) for request in self.scheduler.take_failed()]
         if plan is not None and plan.new and self.watcher is not None:
@@ -218,12 +225,22 @@ class Engine:
             plan is None or len(self._pending) > 1 or self._pending[0].ready()
         ):
             deltas += self._collect(self._pending.popleft(), ended)
+            self._time(at_once=plan is not None and not self._pending)
         if plan is not None:
             # Known to be over: only where this very plan was collected, since `ended` speaks of the last ticket opened.
             over = frozenset() if self._pending else frozenset(ended)
-            if self._draft(plan, over) is False:
+            with self._stopwatch.drafting():
+                drafted = self._draft(plan, over)
+            if drafted is False:
                 self.scheduler.nothing_drafted()
         return deltas
+
+    def _time(self, at_once: bool) -> None:
+        """Say how long the step took that was just collected."""
+        lap = self._stopwatch.lap(at_once, behind=bool(self._pending))
+        report = None if lap is None else self.scheduler.timed(lap.seconds, lap.draft)
+        if report is not None and self.watcher is not None:
+            self.watcher.stepped(report)
 
     def _draft(self, plan: Plan, over: frozenset[int]) -> bool | None:
         try:

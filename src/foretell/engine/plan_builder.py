@@ -20,7 +20,8 @@ class Entry:
     slot: int
     most: int  # tokens it may emit; 0 for a chunk that is not the last
     start: int  # first token of its chunk; 0 for a decoding row
-    drafted: bool  # the drafter sees what it commits
+    drafted: bool  # the drafter sees what it commits, now or when it has rested
+    verified: int  # the tree that a draft was wanted for and is verified as; -1 = none was
 
 
 @dataclass(slots=True)
@@ -33,6 +34,8 @@ class PlanBuilder:
     next_tree: int
     tail: int  # key indices the next draft may need past the committed length
     drafted_length: int  # longest text that is drafted for
+    found: bool = True  # the drafter found something in the step before
+    rest: bool = False  # the drafter rests in this step
     keys: int = 0
     new: list[NewSlot] = field(default_factory=list)
     new_blocks: list[NewBlocks] = field(default_factory=list)
@@ -68,18 +71,22 @@ class PlanBuilder:
         """The next `count` of the request's tokens are computed."""
         start = request.computed
         request.computed += count
+        request.ingested = request.computed
         last = request.computed == request.target
         self.chunks.append(Chunk(request.slot, start, count, last))
         self.budget -= count
-        self._enter(request, request.target + 1, most=int(last), start=start)
+        self._enter(request, request.target + 1, most=int(last), start=start, verified=-1)
 
     def decode(self, request: Request, tree: Tree) -> None:
         """The request verifies its draft."""
         self.decoding.append(request.slot)
         self.budget -= tree.nodes
-        self._enter(request, request.low + 1, most=tree.depth + 1, start=0)
+        wanted = request.draft_tree
+        # Where the drafter found nothing the step verifies nothing, but a draft was wanted.
+        verified = self.tree if self.found and wanted >= 0 else wanted
+        self._enter(request, request.low + 1, most=tree.depth + 1, start=0, verified=verified)
 
-    def _enter(self, request: Request, low: int, most: int, start: int) -> None:
+    def _enter(self, request: Request, low: int, most: int, start: int, verified: int) -> None:
         """`low` is the least length after the step, if the request emits in it."""
         # With room for one token or none there is nothing to draft. Lengths only grow: who gets no draft any more
         # never gets one again, and its drafter's KV may end here.
@@ -87,7 +94,7 @@ class PlanBuilder:
         drafted = request.params.speculates and request.drafts and room
         if most and not drafted:
             self.undrafted.add(request.slot)
-        self.entries.append(Entry(request, request.slot, most, start, drafted))
+        self.entries.append(Entry(request, request.slot, most, start, drafted, verified))
         request.in_flight.append(most)
         request.served = self.step
 
@@ -110,5 +117,6 @@ class PlanBuilder:
             next_tree=self.next_tree,
             keys=self.keys,
             undrafted=frozenset(self.undrafted),
+            rest=self.rest,
             past=tuple(self.past),
         )

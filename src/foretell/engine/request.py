@@ -81,6 +81,8 @@ class Request:
     target: int = 0  # tokens to compute before it decodes
     in_flight: deque[int] = field(default_factory=deque)  # tokens each launched step may emit
     served: int = 0  # the last step that computed something for it
+    ingested: int = 0  # tokens whose KV the drafter has as well, as far as collected
+    draft_tree: int = -1  # the tree that its last draft was wanted for, -1 = it wanted none
     registered: int = 0  # leading blocks offered to the prefix cache
     drafts: bool = True  # False: the drafter failed for it
     shareable: bool = True  # False: what it computes from now on is not for others

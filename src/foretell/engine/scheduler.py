@@ -19,16 +19,35 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from foretell.engine.blocks import BlockManager, extend_chain
 from foretell.engine.plan_builder import Entry, PlanBuilder
 from foretell.engine.request import Request, Status
+from foretell.metrics import StepReport
 from foretell.runner.plan import Plan, SlotResult, StepResult
+from foretell.spec.controller import Choice, Controller, Wish
 from foretell.spec.tree import Tree
 
 POLICIES = ("fcfs", "priority")
 PROMPT_SHARE = 4  # while prompts wait, drafts leave one part in this many of the budget to them
+
+NO_CHOICE = Choice(tree=-1, tokens=0.0, seconds=0.0)  # nobody expected anything
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step that was planned and not collected."""
+
+    step: int
+    entries: list[Entry]
+    tree: int
+    rows: int  # that decode
+    chunked: bool  # prompts were computed in it, or in the step that drafted for it
+    uneven: bool  # the drafter caught up before it drafted for it
+    rest: bool
+    choice: Choice
+    emitted: int = 0
 
 
 class Scheduler:
@@ -45,6 +64,8 @@ class Scheduler:
         drafter_kv: the drafter keeps KV of its own behind the block ids.
         drafted_length: longest text that is drafted for; None = `max_model_len`.
         learned_prompt: the drafter learns of texts that ended, with so many prompt tokens before them; None = no.
+        controller: picks what is drafted; None = always the largest tree that fits.
+        rests: the drafter need not run in plain steps of a controller, it catches up.
 
     Raises:
         ValueError: a limit is below 1, the policy is unknown, or no tree fits the token budget.
@@ -62,6 +83,8 @@ class Scheduler:
         drafter_kv: bool = True,
         drafted_length: int | None = None,
         learned_prompt: int | None = None,
+        controller: Controller | None = None,
+        rests: bool = False,
     ) -> None:
         _check_limits(max_num_seqs, max_num_batched_tokens, max_model_len, trees, scheduling)
         self.blocks = blocks
@@ -85,7 +108,16 @@ class Scheduler:
         self._leaving: list[Request] = []  # over, but named by a step in flight
         self._failed: list[Request] = []
         self._slots = list(range(max_num_seqs - 1, -1, -1))
-        self._launched: deque[tuple[int, list[Entry]]] = deque()
+        self.controller = controller
+        self.rests = rests
+        self._launched: deque[_Launched] = deque()
+        self._collected: _Launched | None = None
+        self._choice = self._verifying = (
+            NO_CHOICE  # for the draft of the step, and for its verification
+        )
+        self._chunked = self._launched_rest = False  # of the last step
+        self._found = True  # the drafter found something in the last step
+        self._uneven = False  # the last step's drafting took more than drafting takes
         self._arrivals = 0
         self._step = 0
 
@@ -163,7 +195,8 @@ class Scheduler:
 
     def collect(self, result: StepResult) -> list[tuple[Request, SlotResult]]:
         """Take in the results of the oldest launched step; those still wanted are returned."""
-        step, entries = self._launched.popleft()
+        launched = self._launched.popleft()
+        self._collected, step, entries = launched, launched.step, launched.entries
         assert step == result.step, f"step {result.step} collected, but {step} is the oldest"
         by_slot = {slot.slot: slot for slot in result.slots}
         taken = []
@@ -178,7 +211,9 @@ class Scheduler:
                     f"request {request.id} ran in step {step} and emitted nothing"
                 )
             else:
-                taken.append((request, self._take(entry, got)))
+                launched.emitted += len(got.tokens)
+                self._learn(entry, got)
+                taken.append((request, self._take(entry, got, launched.rest)))
         assert not by_slot, (
             f"step {step}: results for slots {sorted(by_slot)}, which it did not run"
         )
@@ -186,7 +221,31 @@ class Scheduler:
 
     def nothing_drafted(self) -> None:
         """The last launched step left no draft on the device: the next one verifies the smallest tree."""
+        self._found = False
         self._drafted_tree = self._by_size[-1]
+
+    def timed(self, seconds: float, draft: float = 0.0) -> StepReport | None:
+        """The step that was just collected took so long, its drafting (in the step before) included.
+
+        Returns:
+            What became of it; None for steps that did something beside decoding.
+        """
+        step, self._collected = self._collected, None
+        if step is None or step.rows == 0 or step.chunked:
+            return None
+        tree = self.trees[step.tree]
+        if self.controller is not None and seconds > 0:
+            self.controller.timed(step.rows, step.tree, seconds, draft, steady=not step.uneven)
+        return StepReport(
+            rows=step.rows,
+            depth=tree.depth,
+            nodes=tree.nodes,
+            emitted=step.emitted,
+            seconds=seconds,
+            expected_tokens=step.choice.tokens,
+            expected_seconds=step.choice.seconds,
+            trial=step.choice.trial,
+        )
 
     def in_slots(self, slots: Collection[int]) -> list[Request]:
         """The running requests in these slots."""
@@ -240,11 +299,31 @@ class Scheduler:
         prompts = sum(request.prefilling for request in self.running)
         prompts += bool(self.waiting and self._slots)
         budget = self.max_num_batched_tokens
-        tree = self._fit(self._drafted_tree, decoding, budget)
+        tree = self._fit(self._drafted_tree, decoding, budget, made=True)
         room = budget - budget // PROMPT_SHARE if prompts else budget
+        self._choose(room // max(decoding + prompts, 1))
         next_tree = self._fit(self.wanted_tree, decoding + prompts, room)
         tail = max(self.scratch, self.trees[next_tree].nodes)
-        return PlanBuilder(self._step + 1, budget, tree, next_tree, tail, self.drafted_length)
+        found = self._found
+        return PlanBuilder(
+            self._step + 1, budget, tree, next_tree, tail, self.drafted_length, found
+        )
+
+    def _choose(self, room: int) -> None:
+        """Ask the controller which tree to draft, for those that will verify it."""
+        if self.controller is None:
+            return
+        if self._verifying.tree not in (NO_CHOICE.tree, self.controller.plain):
+            self.controller.found(self._found)
+        coming = self.running or self.waiting[: len(self._slots)]
+        wishes = [self._wish(request) for request in coming if request.low < request.limit]
+        self._choice = self.controller.choose(wishes, room)
+        self.wanted_tree = self._choice.tree
+
+    def _wish(self, request: Request) -> Wish:
+        params = request.params
+        drafts = params.speculates and request.drafts and request.low < self.drafted_length
+        return Wish(request.id, params.num_speculative_tokens if drafts else 0)
 
     def _plan_starved(self, build: PlanBuilder) -> None:
         """A prompt that got nothing in the last step goes first, with up to half the budget."""
@@ -303,7 +382,7 @@ class Scheduler:
         request.blocks = [*hit, *self.blocks.alloc(fresh)]
         request.status = Status.RUNNING
         request.slot = self._slots.pop()
-        request.computed = len(hit) * self.blocks.block_size
+        request.computed = request.ingested = len(hit) * self.blocks.block_size
         request.target = len(request.tokens)
         request.registered = len(hit)
         request.shareable = True
@@ -339,11 +418,34 @@ class Scheduler:
 
     def _close(self, build: PlanBuilder) -> Plan:
         self._step = build.step
-        self._launched.append((build.step, build.entries))
-        for entry in build.entries:
-            self._register(entry.request, entry.request.computed)
         if build.drafts_nothing:
             build.next_tree = self._by_size[-1]
+        plain = build.next_tree == self._by_size[-1]
+        build.rest = self.controller is not None and self.rests and plain
+        rested = bool(self._launched_rest)
+        choice = self._verifying if self._verifying.tree == build.tree else NO_CHOICE
+        self._launched.append(
+            _Launched(
+                step=build.step,
+                entries=build.entries,
+                tree=build.tree,
+                rows=len(build.decoding),
+                chunked=bool(build.chunks) or self._chunked,
+                uneven=self._uneven,
+                rest=build.rest,
+                choice=choice,
+            )
+        )
+        self._chunked = bool(build.chunks)
+        self._uneven = rested and not build.rest and self.drafter_kv
+        self._launched_rest = build.rest
+        self._verifying = self._choice if self._choice.tree == build.next_tree else NO_CHOICE
+        self._found = True
+        for entry in build.entries:
+            request = entry.request
+            if entry.most:
+                request.draft_tree = build.next_tree if entry.drafted else -1
+            self._register(request, request.computed)
         self._drafted_tree = build.next_tree
         build.past, self._past = self._past, []
         return build.close()
@@ -381,15 +483,20 @@ class Scheduler:
         self.running.remove(request)
         self._free(request)
         request.status = Status.WAITING
-        request.computed = request.target = request.registered = 0
+        request.computed = request.target = request.registered = request.ingested = 0
         request.counts.preemptions += 1
         self.preemptions += 1
         insort(self.waiting, request, key=self._rank)
 
     def _register(self, request: Request, valid: int) -> None:
-        """Offer the full blocks below `valid` computed and committed tokens to the prefix cache."""
+        """Offer the full blocks below `valid` computed and committed tokens to the prefix cache.
+
+        While a drafter with KV rests, its half of the blocks is empty.
+        """
         if not (request.shareable and self.blocks.prefix_cache):
             return
+        if self.drafter_kv:
+            valid = min(valid, request.ingested)
         full = valid // self.blocks.block_size
         if full <= request.registered:
             return
@@ -404,7 +511,16 @@ class Scheduler:
 
     # Parts of collect() and abort().
 
-    def _take(self, entry: Entry, got: SlotResult) -> SlotResult:
+    def _learn(self, entry: Entry, got: SlotResult) -> None:
+        """Tell the controller what became of a draft."""
+        if self.controller is None or entry.verified < 0 or not got.tokens:
+            return
+        tree, most = self.trees[entry.verified], entry.request.params.num_speculative_tokens
+        deepest = tree.depth if most is None else min(tree.depth, most)
+        accepted, cut = min(got.accepted, deepest), got.finish is not None
+        self.controller.verified(entry.request.id, entry.verified, accepted, cut, most)
+
+    def _take(self, entry: Entry, got: SlotResult, rest: bool) -> SlotResult:
         request = entry.request
         request.tokens.extend(got.tokens)
         length = len(request.tokens)
@@ -430,6 +546,8 @@ class Scheduler:
             if self.drafter_kv and not entry.drafted:
                 request.shareable = False  # from here on the drafter's half of the blocks is empty
             request.computed = length - 1
+            if not rest:
+                request.ingested = request.computed
             self._register(request, request.computed)
         return got
 
@@ -439,6 +557,8 @@ class Scheduler:
         request.status = Status.DONE
         request.finish = finish
         del self._requests[request.id]
+        if self.controller is not None:
+            self.controller.ended(request.id)
         if self.learned_prompt is not None and finish != "error" and request.output:
             start = max(0, request.prompt_length - self.learned_prompt)
             self._past.append(tuple(request.tokens[start:]))
@@ -474,13 +594,18 @@ class Scheduler:
     def _rank(self, request: Request) -> tuple[int, int]:
         return (request.priority if self.scheduling == "priority" else 0, request.arrival)
 
-    def _fit(self, most: int, rows: int, room: int) -> int:
+    def _fit(self, most: int, rows: int, room: int, made: bool = False) -> int:
         """The largest tree, at most tree `most`, that lets `rows` rows fit `room` tokens.
 
         The smallest one where none does; then the rows take turns.
+
+        Args:
+            made: the draft exists, so it can be cut only to a tree that it begins with.
         """
-        nodes = self.trees[most].nodes
-        smaller = [i for i in self._by_size if self.trees[i].nodes < nodes]
+        largest = self.trees[most]
+        smaller = [i for i in self._by_size if self.trees[i].nodes < largest.nodes]
+        if made:
+            smaller = [i for i in smaller if self.trees[i].begins(largest)]
         for i in (most, *smaller):
             if rows * self.trees[i].nodes <= room:
                 return i

@@ -12,6 +12,7 @@ from typing import TextIO
 
 from foretell.engine.engine import Watcher
 from foretell.engine.request import Request
+from foretell.metrics import StepReport
 from foretell.runner.plan import SlotResult
 from foretell.spec.resolved import Resolved
 
@@ -59,6 +60,11 @@ class TraceWriter:
         """Pass on."""
         if self._inner is not None:
             self._inner.fell_back(request)
+
+    def stepped(self, report: StepReport) -> None:
+        """Pass on."""
+        if self._inner is not None:
+            self._inner.stepped(report)
 
     def emitted(self, request: Request, result: SlotResult) -> None:
         """One line, if anything was drafted."""

@@ -16,9 +16,10 @@ from foretell.runner.kv import KVPool
 from foretell.runner.memory import available_bytes, weights_bytes
 from foretell.runner.runner import Runner
 from foretell.runner.slots import STOP_IDS, Slots, SlotSizes
-from foretell.runner.step import Device
+from foretell.runner.step import CATCH_UP, Device
 from foretell.spec.compat import Check
 from foretell.spec.drafter import Drafter, KVSpec, KVView, Learner
+from foretell.spec.ladder import ladder
 from foretell.spec.resolved import Resolved
 from foretell.spec.tree import Tree, chain
 from foretell.spec.tree_spec import static_tree
@@ -46,6 +47,7 @@ class Built:
     max_stop_ids: int
     scratch: int  # key indices behind the committed text that the drafter writes
     drafter_kv: bool  # the drafter has KV behind the block ids
+    rests: bool  # the drafter can catch up later, so plain steps need not run it
     drafted_length: int  # longest text that is drafted for
     resolved: Resolved  # what drafts, in words and numbers
     checks: tuple[Check, ...]  # what was compared between drafter and target
@@ -89,7 +91,7 @@ def assemble(config: EngineConfig, parts: Parts, tokenizer: Tokenizer | None) ->
     """Divide the memory and wire target, drafter, slots and KV together."""
     target, drafter = parts.target, parts.drafter
     tree = static_tree(config.speculation) if parts.tree is None else parts.tree
-    trees = (chain(0),) if tree.nodes == 1 else (chain(0), tree)
+    trees = ladder(tree, parts.grows) if config.adapts else tuple(dict.fromkeys((chain(0), tree)))
     tail = max(tree.nodes, parts.scratch)
     max_model_len, blocks = _pool(config, parts, tail)
     drafted_length = _drafted_length(config, parts, max_model_len)
@@ -106,7 +108,7 @@ def assemble(config: EngineConfig, parts: Parts, tokenizer: Tokenizer | None) ->
     sizes = SlotSizes(
         slots=config.max_num_seqs,
         length=max_model_len,
-        blocks=-(-(max_model_len + 2 * tail + 2) // config.block_size),
+        blocks=-(-(max_model_len + 2 * tail + 2 + CATCH_UP) // config.block_size),
         nodes=tree.nodes,
         depth=tree.depth,
         features=target.feature_width(drafter.features),
@@ -121,7 +123,8 @@ def assemble(config: EngineConfig, parts: Parts, tokenizer: Tokenizer | None) ->
         shape = (*slots.draft.shape, sizes.vocabulary)
         slots.draft_probs = torch.zeros(shape, dtype=torch.float32, device=device)
     drafter.bind(target, KVView(kv.drafter, config.block_size) if drafter.kv else None)
-    everything = Device(target, drafter, slots, kv, acceptance, Typical())
+    pages = target.ops.kv_pages(kv.target)
+    everything = Device(target, drafter, slots, kv, acceptance, Typical(), pages)
     runner = Runner(
         everything,
         trees,
@@ -140,6 +143,7 @@ def assemble(config: EngineConfig, parts: Parts, tokenizer: Tokenizer | None) ->
         max_stop_ids=STOP_IDS,
         scratch=parts.scratch,
         drafter_kv=drafter.kv is not None,
+        rests=not drafter.features,
         drafted_length=drafted_length,
         resolved=replace(parts.resolved, tree=tree, acceptance=config.acceptance),
         checks=parts.checks,

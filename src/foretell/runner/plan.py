@@ -69,6 +69,7 @@ class Plan:
     undrafted: frozenset[int] = field(
         default_factory=frozenset
     )  # slots that get no draft after this step
+    rest: bool = False  # the drafter does not see what this step commits; it catches up before it drafts again
     past: tuple[
         tuple[int, ...], ...
     ] = ()  # texts of requests that ended, if a drafter learns of them

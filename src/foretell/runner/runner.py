@@ -22,6 +22,7 @@ from foretell.runner.step import (
     Device,
     Outcome,
     Prefilled,
+    catch_up,
     decide,
     decode_step,
     draft_step,
@@ -79,6 +80,8 @@ class Runner:
         self._followers: dict[int, Follower] = {}  # of the slots whose request has a grammar
         self._asked: dict[int, NewSlot] = {}  # what each occupied slot's request asked for
         self._drafting = _Drafting(prompt=None, slots=[], outcomes=[])
+        self._drafted: dict[int, int] = {}  # slots with a draft, and the tree it was made for
+        self._unseen: dict[int, int] = {}  # slots the drafter rests for: most tokens it has not seen
         self._dirty = False
 
     @torch.inference_mode()
@@ -91,6 +94,8 @@ class Runner:
         for new in plan.new:
             slots.admit(new)
             self._asked[new.slot] = new
+            self._drafted.pop(new.slot, None)
+            self._unseen.pop(new.slot, None)
             self._follow(new)
         for blocks in plan.new_blocks:
             slots.extend_blocks(blocks)
@@ -103,6 +108,7 @@ class Runner:
         if plan.chunks:
             self._prefill(plan.chunks, parcels, prompts)
         if plan.decode:
+            self._drop_stale(plan)
             self._keep(plan.decode, self._decode(plan), parcels)
         return Ticket(plan.step, parcels, prompts, self._event())
 
@@ -122,7 +128,12 @@ class Runner:
         left = [s for s in work.slots if s not in plan.undrafted and s not in ended]
         if not left or (shape.tree.nodes == 1 and drafter.kv is None):
             return False
-        if work.replayed is not None and left == list(plan.decode):
+        if plan.rest:
+            self._rest(left)
+            return False
+        self._drafted.update(dict.fromkeys(left, plan.next_tree))
+        late = self._catch_up(left, plan)
+        if work.replayed is not None and left == list(plan.decode) and not late:
             self.graphs.draft(work.replayed, plan.next_tree, self._mode(left))
             return None
         outcome = _merge(work.outcomes)
@@ -143,6 +154,50 @@ class Runner:
             return decode_step(self.device, rows, shape, mode, plan.keys, allowed)
         self._drafting.replayed, outcome = self.graphs.decode(rows, plan.tree, mode)
         return outcome
+
+    def _drop_stale(self, plan: Plan) -> None:
+        """Drafts made for another tree, or verified before, are dropped: a draft is verified once, as what it is."""
+        tree = self.shapes[plan.tree].tree
+        made = [self._drafted.pop(slot, None) for slot in plan.decode]
+        if tree.nodes == 1:
+            return
+        stale = [s for s, m in zip(plan.decode, made, strict=True) if not self._fits(m, plan.tree)]
+        if stale:
+            self.device.slots.draft[self._rows(stale)] = -1
+
+    def _fits(self, made: int | None, tree: int) -> bool:
+        """A draft made for one tree can be verified as another: nodes that both have are the same ones."""
+        if made is None or made == tree:
+            return made is not None
+        small, large = sorted(
+            (self.shapes[made].tree, self.shapes[tree].tree), key=lambda t: t.nodes
+        )
+        return self.device.slots.draft_parents is None and small.begins(large)
+
+    def _rest(self, left: Sequence[int]) -> None:
+        """Remember what the drafter is not shown."""
+        work = self._drafting
+        outcome = _merge(work.outcomes)
+        fresh = [slot for slot in left if slot not in self._unseen]
+        if fresh:
+            places = self._rows([work.slots.index(slot) for slot in fresh])
+            self.device.slots.seen[self._rows(fresh)] = outcome.start[places]
+        for slot in left:
+            self._unseen[slot] = self._unseen.get(slot, 0) + outcome.tokens.shape[1]
+
+    def _catch_up(self, left: Sequence[int], plan: Plan) -> bool:
+        """Show the drafter what it missed before this step; whether there was anything."""
+        late = [slot for slot in left if slot in self._unseen]
+        if not late:
+            return False
+        most = max(self._unseen.pop(slot) for slot in late)
+        work = self._drafting
+        places = self._rows([work.slots.index(slot) for slot in late])
+        until = _merge(work.outcomes).start[places]
+        keys = max(plan.keys, max((c.start + c.count for c in plan.chunks), default=0))
+        shape, mode = self._root, self._mode(late)
+        catch_up(self.device, self._rows(late), until, most, shape, mode, keys)
+        return True
 
     def drop_drafts(self, slots: Collection[int]) -> None:
         """The drafter failed for these slots: what they hold is no draft."""

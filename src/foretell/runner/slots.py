@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foretell.ops.meta import SlotArrays
 from foretell.runner.plan import NewBlocks, NewSlot
 from foretell.spec.processors import History, Law, Mode
 
@@ -66,9 +67,14 @@ class Slots:
         self.draft_probs: Tensor | None = (
             None  # [S + 1, N, V], only for `rejection` with a drawing drafter
         )
+        self.seen = self._ints(rows)  # of slots whose drafter rests: tokens that it was shown
         self.feature = torch.zeros(rows, sizes.features, dtype=dtype, device=device)
         self.bias: Tensor | None = None  # [S + 1, V], from the first request that needs it
         self.bad_words: Tensor | None = None  # [S + 1, W, K], likewise
+
+        self.arrays = SlotArrays(
+            self.tokens, self.length, self.limit, self.live, self.stop, self.blocks
+        )
 
     def _ints(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -144,15 +150,12 @@ class Slots:
             table[new.slot, place, longest - len(word) :] = torch.tensor(word, device=self.device)
         self.bad_words = table
 
-    def law(self, rows: Tensor) -> Law:
-        """Sampling parameters of `rows` ([B] int64)."""
-        return Law(
-            seed=self.seed[rows],
-            temperature=self.temperature[rows],
-            top_k=self.top_k[rows],
-            top_p=self.top_p[rows],
-            min_p=self.min_p[rows],
-        )
+    def law(self, rows: Tensor, mode: Mode) -> Law:
+        """Sampling parameters of `rows` ([B] int64). Of greedy rows nobody reads more than that: they get the dummy's."""
+        parts = (self.seed, self.temperature, self.top_k, self.top_p, self.min_p)
+        if mode.sampled:
+            return Law(*(part[rows] for part in parts))
+        return Law(*(part[-1:].expand(rows.shape[0]) for part in parts))
 
     def history(self, rows: Tensor, keys: int, mode: Mode) -> History:
         """Committed text (if `mode` reads it; nothing at or beyond index `keys`) and parameters of `rows`."""
