@@ -185,8 +185,17 @@ class Controller:
         """Whether a draft that was wanted held any token, where that is known before it is verified."""
         self._found += (anything - self._found) / FOUND_STEPS
 
-    def timed(self, rows: int, tree: int, seconds: float, draft: float = 0.0) -> None:
-        """A step of `rows` requests that verified a tree, and nothing else, took so long, its drafting included."""
+    def timed(
+        self, rows: int, tree: int, seconds: float, draft: float = 0.0, steady: bool = True
+    ) -> None:
+        """A step of `rows` requests that verified a tree, and nothing else, took so long, its drafting included.
+
+        Args:
+            steady: False = it took longer than such steps do, since the drafter had rested; that is a trial's loss.
+        """
+        if not steady:
+            self._budget -= max(seconds - self._seconds(rows, tree, seconds), 0.0)
+            return
         self._budget = min(
             self._budget + EXPLORE * seconds,
             LARGEST_BUDGET * self._seconds(rows, self.plain, seconds),

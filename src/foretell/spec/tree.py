@@ -104,6 +104,11 @@ class Tree:
             spine.append(spine[parent] and rank == 0)
         return tuple(spine)
 
+    def begins(self, other: Tree) -> bool:
+        """Its nodes are the first ones of `other`, so a draft of that one, cut, is a draft of this one."""
+        count = self.nodes
+        return self.parents == other.parents[:count] and self.ranks == other.ranks[:count]
+
     @property
     def is_chain(self) -> bool:
         """True when every node has at most one child."""
