@@ -317,6 +317,21 @@ def test_more_than_one_device_is_refused_and_not_ignored(target: Path) -> None:
     assert "tensor_parallel_size=2 is not supported" in refused(target, tensor_parallel_size=2)
 
 
+def test_a_text_longer_than_the_model_was_made_for_is_refused(target: Path) -> None:
+    said = refused(target, max_model_len=513)
+    assert (
+        "User-specified max_model_len (513) is greater than the derived max_model_len (512)" in said
+    )
+    assert len(start(target, max_model_len=512).generate("a", GREEDY, use_tqdm=False)) == 1
+
+
+def test_a_model_that_leaves_no_memory_for_text_is_refused_with_the_numbers(target: Path) -> None:
+    said = refused(target, kv_cache_memory_bytes=1000)
+    assert "max_model_len=160 needs 0.3 MiB of KV cache, but 0.0 MiB are left beside" in said
+    said = refused(target, kv_cache_memory_bytes=1000, max_model_len=None)
+    assert "max_model_len=1 needs" in said
+
+
 def test_a_draft_model_needs_a_number_of_tokens(tmp_path: Path, target: Path) -> None:
     said = refused(target, write_model(tmp_path / "draft"))
     assert said.startswith("num_speculative_tokens must be provided with speculative model unless")

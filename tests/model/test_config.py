@@ -66,6 +66,46 @@ def test_old_and_new_layout_of_rope_settings_are_equal(old, new):
     assert read(**old) == read(**new)
 
 
+@pytest.mark.parametrize(
+    ("settings", "longest"),
+    [
+        ({}, 128),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 512),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, 512),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 512),
+        (
+            {
+                "max_position_embeddings": 512,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 128,
+                },
+            },
+            512,
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            128,
+        ),
+        (
+            {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            128,
+        ),
+    ],
+)
+def test_the_longest_text_is_what_the_scaling_stretches_to(settings, longest):
+    assert read(**settings).max_position == longest
+
+
 def test_each_model_keeps_its_own_rope_base():
     """A draft without rope settings has base 10000, whatever its target has."""
     draft, target = read(hidden_size=64), read(hidden_size=64, rope_theta=1e6)

@@ -6,12 +6,12 @@ Read from a Hugging Face `config.json` in the old layout (`rope_theta`, `rope_sc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from foretell.model.rope import Rope
+from foretell.model.rope import Rope, Scaling
 from foretell.model.rope_settings import read_rope
 
 Json = Mapping[str, Any]
@@ -200,7 +200,7 @@ def _read(config: Json, max_model_len: int | None) -> ModelConfig:
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=head_dim,
-        max_position=int(config.get("max_position_embeddings") or 2048),
+        max_position=_longest_text(config, family, ropes),
         family=str(config["model_type"]),
         norm_eps=float(config.get("rms_norm_eps", family.eps)),
         activation=_activation(config, family),
@@ -286,6 +286,17 @@ def _token_ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list | tuple) else (int(value),)
+
+
+def _longest_text(config: Json, family: Family, ropes: Sequence[Rope]) -> int:
+    """Positions it was trained for, times the factor of a scaling that stretches them; Gemma's count it already."""
+    said = int(config.get("max_position_embeddings") or 2048)
+    if family.gemma:
+        return said
+    stretching = (Scaling.LINEAR, Scaling.DYNAMIC, Scaling.YARN)
+    return max(
+        [said, *(int(r.trained_length * r.factor) for r in ropes if r.scaling in stretching)]
+    )
 
 
 def _windows(config: Json, family: Family, layers: int) -> tuple[int | None, ...]:

@@ -179,6 +179,11 @@ def _pool(config: EngineConfig, parts: Parts, tail: int) -> tuple[int, int]:
         if parts.target.device.type == "cpu":
             memory = min(memory, LARGEST_CPU_POOL)
     longest = config.max_model_len or parts.target.config.max_position
+    if longest > parts.target.config.max_position:
+        raise ValueError(
+            f"User-specified max_model_len ({longest}) is greater than the derived max_model_len "
+            f"({parts.target.config.max_position}), the longest text that the model was made for; lower it"
+        )
     slack = 2 * tail + size
     fits = memory // (per_token * size)
     needed = config.max_num_seqs * (-(-(longest + slack) // size)) + 1
@@ -187,9 +192,10 @@ def _pool(config: EngineConfig, parts: Parts, tail: int) -> tuple[int, int]:
     if config.max_model_len is None:
         longest = min(longest, room)
     if longest < 1 or room < longest:
+        longest = max(longest, 1)
         raise ValueError(
-            f"max_model_len={longest} needs {(longest + slack) * per_token / 2**20:.0f} MiB of KV cache, but "
-            f"{max(memory, 0) / 2**20:.0f} MiB are left beside {weights_bytes(parts.target) / 2**20:.0f} MiB of "
+            f"max_model_len={longest} needs {(longest + slack) * per_token / 2**20:.1f} MiB of KV cache, but "
+            f"{max(memory, 0) / 2**20:.1f} MiB are left beside {weights_bytes(parts.target) / 2**20:.0f} MiB of "
             "weights; lower max_model_len, raise gpu_memory_utilization or kv_cache_memory_bytes, use a smaller "
             "draft model or fewer num_speculative_tokens"
         )
