@@ -152,6 +152,7 @@ class LLM:
             drafter=speculation.drafter,
             acceptance=speculation.acceptance,
             tree=speculation.tree,
+            adaptive=speculation.adaptive,
         )
         template = None if chat_template is None else read_template(chat_template)
         # Here, so that importing foretell needs no torch.
