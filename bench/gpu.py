@@ -232,6 +232,7 @@ def measure(target: Decoder, k: int, batch: int, repeats: int) -> dict[str, obje
     prompts = random_prompts(batch, target.config.vocab_size)
     run(engine, prompts, 32)
     run(engine, prompts, OUTPUT)
+    prefill = statistics.median(run(engine, prompts, 1)[1] for _ in range(max(repeats, 3)))
     seconds, steps = [], 0
     for _ in range(repeats):
         texts, elapsed, steps = run(engine, prompts, OUTPUT)
@@ -245,6 +246,7 @@ def measure(target: Decoder, k: int, batch: int, repeats: int) -> dict[str, obje
         "seconds": [round(s, 4) for s in seconds],
         "steps": steps,
         "ms_per_step": round(1e3 * middle / steps, 3),
+        "prefill_s": round(prefill, 5),  # the same prompts with one token each
         "replays": engine.runner.graphs.replays,
     }
 

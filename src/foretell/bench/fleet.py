@@ -17,7 +17,7 @@ from foretell.bench.costs import Costs
 from foretell.bench.serving import Limits, Load, summed
 from foretell.bench.simulate import Accepting, Outcome, Router, Shape, Traffic, simulate
 from foretell.bench.stats import Distribution
-from foretell.spec.acceptance import rates_of
+from foretell.spec.acceptance import best_tree, expected_speed, rates_of
 
 SIMULATED = 8
 ENOUGH = 4  # requests for each that can run at once, or a queue that grows is not seen
@@ -105,7 +105,7 @@ def capacity(fleet: Fleet, traffic: Traffic, limits: Limits) -> float:
         within = (w is None or s.percentiles["p99"] <= w for s, w in zip(seen, wanted, strict=True))
         return all(within) and _left(outcome) <= fleet.shape.max_num_seqs
 
-    low, high = 0.0, 1.0
+    low, high = 0.0, _full(fleet, traffic)
     while holds(high):
         low, high = high, 2 * high
     if low == 0.0:
@@ -184,6 +184,15 @@ def accepting_of(row: Mapping[str, Any]) -> Accepting:
         return Accepting(())
     drafts = int(seen["drafts"])
     return Accepting(rates_of([round(drafts * float(p)) for p in seen["per_position"]], drafts))
+
+
+def _full(fleet: Fleet, traffic: Traffic) -> float:
+    """About what a replica does with every slot taken and nothing else to do: where the search begins."""
+    rows, steps = fleet.shape.max_num_seqs, fleet.costs.steps
+    tree = best_tree(steps, rows, fleet.accepting.rates)
+    tree = tree if fleet.shape.tree is None else fleet.shape.tree
+    tokens = expected_speed(steps, rows, tree, fleet.accepting.rates)
+    return tokens * len(traffic.lengths) / sum(output for _, output in traffic.lengths)
 
 
 def _left(outcome: Outcome) -> int:
