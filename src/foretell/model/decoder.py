@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from foretell.model.config import ModelConfig
-from foretell.model.layers import Build, Context, Layer, Linear, RMSNorm, fill_random
+from foretell.model.layers import Build, Context, Layer, Linear, RMSNorm, at_hand, fill_random
 from foretell.model.rope import inverse_frequencies, rotation
 from foretell.ops.meta import LayerKV, Meta
 from foretell.ops.table import OpTable, table_for
@@ -32,6 +32,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(build, config) for _ in range(config.layers))
         self.norm = RMSNorm(build, config.hidden_size, config.norm_eps)
         self.head = Linear(build, config.hidden_size, config.vocab_size, bias=False)
+        at_hand(self)
         self.frequencies = tuple(inverse_frequencies(rope, device) for rope in config.ropes)
 
     @classmethod
@@ -84,9 +85,9 @@ class Decoder(nn.Module):
         for i, layer in enumerate(self.layers):
             if i in taps:
                 tapped[i] = x.clone()  # the residual stream may be added to in place
-            x = layer(x, contexts[i], kv[i])
+            x = layer.forward(x, contexts[i], kv[i])
         tapped[len(self.layers)] = x
-        hidden = tapped[-1] = self.norm(x)
+        hidden = tapped[-1] = self.norm.forward(x)
         shape = (*tokens.shape, -1)
         features = torch.cat([tapped[tap] for tap in taps], dim=-1).view(shape) if taps else None
         return hidden.view(shape), features
@@ -94,7 +95,7 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] hidden states after the final norm → [..., V] logits in the model's dtype."""
         flat = hidden.reshape(-1, hidden.shape[-1])
-        out: Tensor = self.head(flat)
+        out = self.head.forward(flat)
         if self.config.logit_scale != 1.0:
             out = out * self.config.logit_scale
         cap = self.config.logits_softcap
@@ -114,7 +115,9 @@ class Decoder(nn.Module):
             rotation(rope, frequencies, positions, self.dtype)
             for rope, frequencies in zip(config.ropes, self.frequencies, strict=True)
         ]
-        return [
-            Context(meta, kv_slots, rotations[rope], masks[window], window)
-            for window, rope in zip(config.windows, config.layer_ropes, strict=True)
-        ]
+        kinds = tuple(zip(config.windows, config.layer_ropes, strict=True))
+        contexts = {
+            (window, rope): Context(meta, kv_slots, rotations[rope], masks[window], window)
+            for window, rope in set(kinds)
+        }
+        return [contexts[kind] for kind in kinds]

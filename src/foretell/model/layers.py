@@ -43,6 +43,15 @@ class Context:
     window: int | None
 
 
+def at_hand(part: nn.Module) -> None:
+    """Make what a part consists of plain attributes too: nn.Module looks its own up in Python, at a microsecond each.
+
+    Assigning a parameter or a module anew takes the plain attribute away again, so it is never out of date.
+    """
+    part.__dict__.update(part._modules)
+    part.__dict__.update(part._parameters)
+
+
 class Linear(nn.Module):
     """y = x W^T + b. With `gate`, W holds a gate and an up projection and y = act(gate) * up."""
 
@@ -126,6 +135,7 @@ class Attention(nn.Module):
         self.gate = Linear(build, inputs or config.hidden_size, gated, False) if gated else None
         self.q_norm = RMSNorm(build, self.dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(build, self.dim, config.norm_eps) if config.qk_norm else None
+        at_hand(self)
 
     def forward(
         self, x: Tensor, context: Context, kv: LayerKV, residual: Tensor | None = None
@@ -150,7 +160,7 @@ class Attention(nn.Module):
             config.attention_softcap,
         )
         if self.gate is not None:
-            seen = seen * torch.sigmoid(self.gate(x))
+            seen = seen * torch.sigmoid(self.gate.forward(x))
         return self.output.forward(seen, residual)
 
 
@@ -162,6 +172,7 @@ class Mlp(nn.Module):
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_up = Linear(build, hidden, 2 * inner, bias, gate=config.activation.value)
         self.down = Linear(build, inner, hidden, bias)
+        at_hand(self)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[R, H] → [R, H], plus the residual if given."""
@@ -181,6 +192,7 @@ class Layer(nn.Module):
         self.mlp = Experts(build, config) if config.experts else Mlp(build, config)
         self.attention_post_norm = RMSNorm(build, hidden, eps) if self.sandwich else None
         self.mlp_post_norm = RMSNorm(build, hidden, eps) if self.sandwich else None
+        at_hand(self)
 
     def forward(self, x: Tensor, context: Context, kv: LayerKV) -> Tensor:
         """[R, H] → [R, H], the residual stream after this layer."""
@@ -209,6 +221,8 @@ def fill(root: nn.Module, name: str, tensor: Tensor) -> None:
     whole = not any(parameter.is_meta for parameter in part.parameters(recurse=False))
     if whole and isinstance(part, Linear | Experts):
         part.pack()
+    if whole and isinstance(part, RMSNorm):
+        at_hand(part)
 
 
 def fill_random(root: nn.Module, seed: int, device: torch.device) -> None:
