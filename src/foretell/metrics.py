@@ -9,6 +9,7 @@ Invariant: no counter ever falls, and the accepted tokens of a step are at most 
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable
@@ -17,6 +18,15 @@ from itertools import zip_longest
 from typing import Any, Literal, Protocol
 
 from foretell.sampling_params import SamplingParams
+
+log = logging.getLogger("foretell")
+
+MANY_DRAFTS = 100  # after so many without one accepted token, something is wrong
+NOTHING_ACCEPTED = (
+    "the first %d drafts had not one token accepted: speculation costs time and gains nothing. The usual causes are a "
+    "drafter of another target, wrong target layers, a wrong rope base, or another prompt template than it was trained "
+    "on; LLM.compat says what the start found"
+)
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -511,3 +521,5 @@ class Recorder:
         self._accepted_per_pos.extend([0] * (accepted - len(self._accepted_per_pos)))
         for place in range(accepted):
             self._accepted_per_pos[place] += 1
+        if self._drafts == MANY_DRAFTS and not self._accepted:
+            log.warning(NOTHING_ACCEPTED, MANY_DRAFTS)

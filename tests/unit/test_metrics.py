@@ -166,3 +166,20 @@ def test_no_counter_ever_falls_and_sums_of_parts_are_the_whole(
     assert totals == [before.num_drafts, before.num_draft_tokens, before.num_accepted_tokens]
     assert sum(before.num_accepted_tokens_per_pos) == before.num_accepted_tokens
     assert before.since(start) == before
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_R30_a_hundred_drafts_without_a_token_are_warned_of_once(
+    once: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench()
+    request = bench.request()
+    for step in range(250):
+        bench.emit(request, 1 + (once and step == 40), drafted=4, accepted=int(once and step == 40))
+    warned = [r.getMessage() for r in caplog.records if r.name == "foretell"]
+    assert len(warned) == (0 if once else 1)
+    if not once:
+        assert warned[0].startswith("the first 100 drafts had not one token accepted")
+        for cause in ("another target", "target layers", "rope base", "prompt template"):
+            assert cause in warned[0]
+    assert bench.seen.num_accepted_tokens == int(once)
