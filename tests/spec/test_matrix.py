@@ -16,6 +16,7 @@ from lab import Lab, Run, make_lab, prompts, tiny_decoder
 from foretell.sampling_params import SamplingParams
 from foretell.spec.chained import ChainedDrafter
 from foretell.spec.checkpoint.load import Wanted, identify, load_drafter
+from foretell.spec.drafter import KVSpec
 from foretell.spec.dynamic_tree import Growth
 from foretell.spec.suffix import SuffixDrafter, SuffixLimits
 from foretell.spec.tree import Tree, chain
@@ -56,12 +57,25 @@ def plain() -> dict[str, Run]:
 
 
 def lab_for(
-    folder: Path, name: str, acceptance: str, tree: Tree | Growth | None, chained: bool = False
+    folder: Path,
+    name: str,
+    acceptance: str,
+    tree: Tree | Growth | None,
+    chained: bool = False,
+    blocks: int | None = None,
+    **config: object,
 ) -> Lab:
+    """An engine with a drafter from a file; `blocks` KV blocks are all it has."""
     files.write(folder, *files.FORMATS[name]())
     found = load_drafter(identify(folder), TARGET, Acceptance(acceptance), Wanted(tree=tree))
     first = SuffixDrafter(SuffixLimits(shortest=1, tokens=4096)) if chained else None
     drafter = found.drafter if first is None else ChainedDrafter(first, found.drafter, found.grows)
+    if blocks is not None:
+        spec = found.drafter.kv
+        own = 0 if spec is None else spec.bytes_per_token(8)
+        config["kv_cache_memory_bytes"] = (
+            blocks * 16 * (KVSpec(*TARGET.kv_shape).bytes_per_token(8) + own)
+        )
     return make_lab(
         drafter,
         found.tree,
@@ -73,6 +87,7 @@ def lab_for(
         draws=found.draws,
         scratch=found.scratch,
         max_num_batched_tokens=600,
+        **config,
     )
 
 
@@ -121,3 +136,24 @@ def test_grown_trees_hold_under_every_option(
     runs = run_all(lab, MIX)
     held = acceptance == "match"
     compare({k: run for k, run in runs.items() if held or MIX[k].temperature == 0}, plain)
+
+
+@pytest.mark.parametrize("name", files.FORMATS)
+def test_R39_every_format_meets_the_context_limit(name: str, tmp_path: Path) -> None:
+    """Prompts of 56 to 63 tokens, a limit of 64, also after preemptions: the rest of the context, to the token."""
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
+    texts = [prompts(1, seed=n, low=n, high=n + 1)[0] for n in range(56, 64)]
+    plain = make_lab(target=TARGET, max_model_len=64)
+    lab = lab_for(tmp_path / "d", name, "match", None, max_model_len=64)
+    tight = lab_for(tmp_path / "t", name, "match", None, max_model_len=64, blocks=26)
+    for one in (plain, lab, tight):
+        for text in texts:
+            one.add(str(len(text)), text, params)
+    expected, got, resumed = plain.drain(), lab.drain(), tight.drain()
+    for length in range(56, 64):
+        runs = [all_[str(length)] for all_ in (expected, got, resumed)]
+        assert {tuple(run.tokens) for run in runs} == {tuple(runs[0].tokens)}
+        assert {(len(run.tokens), run.finish) for run in runs} == {(64 - length, "length")}
+    for one in (plain, lab):
+        with pytest.raises(ValueError, match="maximum context length is 64"):
+            one.add("long", [5] * 64, params)
