@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -17,10 +19,14 @@ from foretell.ops.triton.linear import Tile
 DTYPES = (torch.float32, HALF)
 SMALL = Tile(outputs=32, rows=16, inner=32, stages=2)
 SPLIT = Tile(outputs=32, rows=16, inner=32, split_k=3, stages=2)
+EARLY = Tile(outputs=32, rows=16, inner=32, stages=2, early=3)
+BOTH = Tile(outputs=32, rows=16, inner=16, split_k=2, stages=2, early=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tile", [SMALL, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    "tile", [SMALL, SPLIT, EARLY, BOTH], ids=["whole", "split", "early", "both"]
+)
 @pytest.mark.parametrize(("rows", "outputs", "inner"), [(1, 70, 96), (6, 33, 128), (40, 64, 75)])
 @pytest.mark.parametrize("extras", [False, True])
 def test_product_is_that_of_float64(
@@ -36,11 +42,13 @@ def test_product_is_that_of_float64(
     assert error(out, expected) < tolerance(dtype)
 
 
-def test_parts_add_up_to_the_product() -> None:
-    x, weight = noise(5, 200), noise(48, 200)
-    parts = linear.product_parts(x, weight, SPLIT)
-    assert parts.shape == (3, 5, 48)
-    assert error(parts.sum(0), x.double() @ weight.double().T) < tolerance(torch.float32)
+def test_parts_have_the_same_sum_inside_and_apart() -> None:
+    x, weight = noise(20, 200), noise(48, 200)
+    inside = linear.pack_linear(weight, None, SPLIT)
+    apart = replace(inside, counters=inside.counters[:0])
+    for _ in range(2):  # the counters are ready for another launch
+        assert torch.equal(linear.linear(x, inside), linear.linear(x, apart))
+    assert not inside.counters.any()
 
 
 def test_a_row_has_the_same_bits_beside_any_number_of_others() -> None:
@@ -60,7 +68,7 @@ def test_without_a_tile_the_product_is_pytorchs() -> None:
 def test_chosen_tiles_fit_and_are_right(rows: int) -> None:
     x, weight = noise(rows, 256, dtype=HALF), noise(96, 256, dtype=HALF)
     tile = linear.tile_for(rows, 96, 256, x.element_size(), DEVICE)
-    out = linear.product(x, weight, None, None, tile)
+    out = linear.product(x, linear.pack_linear(weight, None), None, tile)
     assert error(out, x.double() @ weight.double().T) < tolerance(HALF)
 
 
@@ -76,8 +84,9 @@ def test_gated_product_is_product_and_activation(
     both = x.double() @ weight.double().T + bias.double()
     expected = reference_layers.act_mul(both, activation)
     assert error(out, expected) < tolerance(dtype)
-    fused = linear.gated_product(x, weight, bias, activation, SMALL)
-    assert error(fused, expected) < tolerance(dtype)
+    for tile in (SMALL, replace(SMALL, early=2)):
+        fused = linear.gated_product(x, weight, bias, activation, tile)
+        assert error(fused, expected) < tolerance(dtype)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 from kernel_cases import DEVICE
 
+from foretell.ops.reference import ngram as reference
 from foretell.ops.triton import ngram
-from foretell.spec.ngram import suffix_match
 
 
 @pytest.mark.parametrize(("shortest", "longest"), [(1, 1), (1, 3), (2, 4), (3, 5)])
@@ -18,7 +18,7 @@ from foretell.spec.ngram import suffix_match
 def test_match_is_the_references(shortest: int, longest: int, words: int) -> None:
     text = torch.randint(0, words, (8, 1500), dtype=torch.int32).to(DEVICE)
     length = torch.tensor([1, 2, 3, 5, 40, 1025, 1499, 1500], device=DEVICE)
-    expected = suffix_match(text, length, shortest, longest)
+    expected = reference.suffix_match(text, length, shortest, longest)
     assert torch.equal(ngram.suffix_match(text, length, shortest, longest), expected)
 
 
@@ -35,5 +35,6 @@ def test_draft_fills_the_spine_and_stops_at_the_end_of_the_text() -> None:
     depths = torch.tensor([[0, 1, 1, 2, 3, 4, 5]], device=DEVICE)
     spine = torch.tensor([1, 1, 0, 1, 1, 1, 1], device=DEVICE) > 0
     rows, length = torch.tensor([1, 2], device=DEVICE), torch.tensor([7, 4], device=DEVICE)
-    out = ngram.draft(text, rows, length, depths, spine, 2, 3)
+    out = ngram.draft(text, rows, length, 12, depths, spine, 2, 3)
     assert out.tolist() == [[-1, 3, -1, 8, 1, 2, -1], [-1] * 7]
+    assert torch.equal(out, reference.draft(text, rows, length, 12, depths, spine, 2, 3))

@@ -12,12 +12,10 @@ pytest.importorskip("triton")
 
 from kernel_cases import BUSHY, CHAIN, DEVICE, noise
 
-from foretell.ops.meta import LayerKV, flat_slots
+from foretell.ops.meta import LayerKV, SlotArrays
 from foretell.ops.reference import verify as reference
+from foretell.ops.reference.verify import Decision, Drafted
 from foretell.ops.triton import verify
-from foretell.ops.triton.verify import Decision, Drafted, SlotArrays
-from foretell.runner import step
-from foretell.spec.verify import Verdict
 
 WIDE = (-1, *[i // 3 for i in range(63)])
 SLOTS, LENGTH, BLOCKS, BLOCK_SIZE = 6, 64, 24, 4
@@ -25,7 +23,7 @@ SLOTS, LENGTH, BLOCKS, BLOCK_SIZE = 6, 64, 24, 4
 
 @dataclass
 class FakeSlots:
-    """The arrays that `step.commit` touches."""
+    """The arrays that a commit touches."""
 
     tokens: Tensor
     length: Tensor
@@ -80,29 +78,14 @@ def drafted(parents: tuple[int, ...], rows: int, words: int) -> Drafted:
     return Drafted(tokens, sample, shape[0], shape[1], shape[2], shape[3])
 
 
-def expected_decision(nodes: Drafted, slots: FakeSlots, rows: Tensor) -> Decision:
-    """What the step's own operations decide; writes into `slots`."""
-    shape = (nodes.parents, nodes.depths, nodes.bits)
-    best = reference.accept_match(nodes.tokens, nodes.sample, *shape)
-    path = reference.path_to(best, nodes.parents, nodes.depths, nodes.depth)
-    found = nodes.depths.expand_as(nodes.sample).gather(1, best.unsqueeze(1)).squeeze(1) + 1
-    verdict = Verdict(path=path, count=found, tokens=nodes.sample.gather(1, path))
-    start = slots.length[rows]
-    count, reason = step.commit(slots, rows, verdict)  # type: ignore[arg-type]
-    place = torch.arange(path.shape[1], device=DEVICE).expand_as(path)
-    moves = (place > 0) & (place < count.unsqueeze(1)) & (path != place)
-    root, blocks = start.unsqueeze(1) - 1, slots.blocks[rows]
-    return Decision(
-        path=path,
-        tokens=verdict.tokens,
-        count=count,
-        reason=reason,
-        drafted=torch.where(count > 0, (nodes.tokens[:, 1:] >= 0).sum(-1), 0),
-        accepted=torch.minimum(count, found - 1),
-        start=start,
-        source=flat_slots(blocks, torch.where(moves, root + path, 0), BLOCK_SIZE, moves),
-        target=flat_slots(blocks, torch.where(moves, root + place, 0), BLOCK_SIZE, moves),
-    )
+def assert_equal(found: Decision, expected: Decision) -> None:
+    assert found.moves is not None
+    assert expected.moves is not None
+    for ours, theirs in zip(found.moves, expected.moves, strict=True):
+        assert torch.equal(ours, theirs)
+    for name in Decision.__dataclass_fields__:
+        if name != "moves":
+            assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
 @pytest.mark.parametrize(
@@ -125,10 +108,9 @@ def test_decision_and_what_it_writes_are_the_steps(parents: tuple[int, ...], wor
         mine = slots.clone()
         rows = torch.randperm(SLOTS)[:4].to(DEVICE)
         nodes = drafted(parents, 4, words)
-        expected = expected_decision(nodes, slots, rows)
-        found = verify.decide(nodes, mine.arrays(), rows, BLOCK_SIZE)
-        for name in Decision.__dataclass_fields__:
-            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+        expected = reference.decide(nodes, slots.arrays(), rows, BLOCK_SIZE, True)
+        found = verify.decide(nodes, mine.arrays(), rows, BLOCK_SIZE, True)
+        assert_equal(found, expected)
         slots.tokens[:, -1] = mine.tokens[:, -1]  # the step throws what it must not write there
         for name in FakeSlots.__dataclass_fields__:
             assert torch.equal(getattr(mine, name), getattr(slots, name)), name
@@ -141,10 +123,8 @@ def test_a_tree_of_its_own_for_every_request() -> None:
     nodes = Drafted(tokens, tokens.clone(), parents, depths, bits, 4)
     slots = FakeSlots.random()
     rows = torch.arange(3, device=DEVICE)
-    expected = expected_decision(nodes, slots.clone(), rows)
-    found = verify.decide(nodes, slots.arrays(), rows, BLOCK_SIZE)
-    assert torch.equal(found.path, expected.path)
-    assert torch.equal(found.source, expected.source)
+    expected = reference.decide(nodes, slots.clone().arrays(), rows, BLOCK_SIZE, True)
+    assert_equal(verify.decide(nodes, slots.arrays(), rows, BLOCK_SIZE, True), expected)
 
 
 def test_the_dummy_row_may_fill_a_batch_many_times() -> None:
@@ -152,7 +132,7 @@ def test_the_dummy_row_may_fill_a_batch_many_times() -> None:
     slots.live[5] = False
     before = slots.clone()
     rows = torch.tensor([5, 5, 5, 5], device=DEVICE)
-    found = verify.decide(drafted(CHAIN, 4, 2), slots.arrays(), rows, BLOCK_SIZE)
+    found = verify.decide(drafted(CHAIN, 4, 2), slots.arrays(), rows, BLOCK_SIZE, True)
     assert found.count.tolist() == [0, 0, 0, 0]
     for name in FakeSlots.__dataclass_fields__:
         assert torch.equal(getattr(slots, name), getattr(before, name)), name
@@ -162,13 +142,13 @@ def test_features_of_the_path_and_of_the_last_committed_token() -> None:
     features, feature = noise(4, 8, 37), torch.zeros(SLOTS, 37, device=DEVICE)
     slots = FakeSlots.random()
     rows = torch.tensor([3, 0, 5, 1], device=DEVICE)
-    found = verify.decide(drafted(BUSHY, 4, 2), slots.arrays(), rows, BLOCK_SIZE)
-    out = verify.keep_features(features, found, rows, feature)
-    path = found.path.unsqueeze(-1).expand(-1, -1, 37)
-    assert torch.equal(out, features.gather(1, path))
-    last = (found.count - 1).clamp(min=0)
-    assert torch.equal(feature[rows], out[torch.arange(4, device=DEVICE), last])
-    assert feature[[2, 4]].eq(0).all()
+    found = verify.decide(drafted(BUSHY, 4, 2), slots.arrays(), rows, BLOCK_SIZE, False)
+    out = verify.keep_features(features, found.path, found.count, rows, feature)
+    expected = torch.zeros_like(feature)
+    assert torch.equal(
+        out, reference.keep_features(features, found.path, found.count, rows, expected)
+    )
+    assert torch.equal(feature, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -182,7 +162,7 @@ def test_moves_read_everything_before_they_write(dtype: torch.dtype, width: int)
     plain = [LayerKV(layer.k.clone(), layer.v.clone()) for layer in layers]
     source = torch.tensor([[9, 13, 14, 0], [33, 0, 35, 39]], device=DEVICE)
     target = torch.tensor([[8, 9, 13, 0], [32, 0, 33, 35]], device=DEVICE)
-    verify.move_kv(verify.kv_pointers(layers), source, target)
+    verify.move_kv(verify.kv_pages(layers), source, target)
     reference.move_kv(plain, source.flatten(), target.flatten())
     for mine, other in zip(layers, plain, strict=True):
         assert torch.equal(mine.k, other.k)

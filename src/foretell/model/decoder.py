@@ -112,7 +112,7 @@ class Decoder(nn.Module):
             w: self.ops.mask(meta, w, block_size, group, self.dtype) for w in set(config.windows)
         }
         rotations = [
-            rotation(rope, frequencies, positions, self.dtype)
+            rotation(rope, frequencies, positions, self.dtype, self.ops)
             for rope, frequencies in zip(config.ropes, self.frequencies, strict=True)
         ]
         kinds = tuple(zip(config.windows, config.layer_ropes, strict=True))

@@ -14,6 +14,9 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from foretell.ops.reference import layers
+from foretell.ops.table import REFERENCE, OpTable
+
 
 class Scaling(Enum):
     """How frequencies are changed to reach beyond the trained length."""
@@ -56,7 +59,13 @@ class Rotation:
     sin: Tensor  # [R, 1, dim], negated in the first half
 
 
-def rotation(rope: Rope, frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Rotation:
+def rotation(
+    rope: Rope,
+    frequencies: Tensor,
+    positions: Tensor,
+    dtype: torch.dtype,
+    ops: OpTable = REFERENCE,
+) -> Rotation:
     """Cosines and sines of positions.
 
     Args:
@@ -64,15 +73,11 @@ def rotation(rope: Rope, frequencies: Tensor, positions: Tensor, dtype: torch.dt
         positions: [R] int64.
         dtype: of the result; the arithmetic is in float32.
     """
-    column = positions.to(torch.float32).unsqueeze(-1)
+    factor = rope.attention_factor
     if rope.scaling is Scaling.DYNAMIC:
-        frequencies = _dynamic(rope, column)
-    angles = column * frequencies  # [R, dim / 2]
-    cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
-    return Rotation(
-        cos=torch.cat((cos, cos), -1).to(dtype).unsqueeze(1),
-        sin=torch.cat((-sin, sin), -1).to(dtype).unsqueeze(1),
-    )
+        own = _dynamic(rope, positions.to(torch.float32).unsqueeze(-1))
+        return Rotation(*layers.angles(positions, own, factor, dtype))
+    return Rotation(*ops.angles(positions, frequencies, factor, dtype))
 
 
 def inverse_frequencies(rope: Rope, device: torch.device) -> Tensor:

@@ -64,6 +64,18 @@ class RaggedRows:
 Meta = TreeRows | RaggedRows
 
 
+@dataclass(frozen=True, slots=True)
+class SlotArrays:
+    """What the device knows of running requests, one row each, as far as operations read or write it."""
+
+    tokens: Tensor  # [S, L] int32, committed tokens
+    length: Tensor  # [S] int64, how many
+    limit: Tensor  # [S] int64, greatest length
+    live: Tensor  # [S] bool
+    stop: Tensor  # [S, E] int64, stop ids, -1 = none
+    blocks: Tensor  # [S, M] int32, block table
+
+
 def flat_slots(blocks: Tensor, indices: Tensor, block_size: int, valid: Tensor) -> Tensor:
     """Flat KV slots of key indices.
 

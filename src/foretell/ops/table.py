@@ -5,7 +5,7 @@ Not a registry: a row of functions with the signatures of `ops/reference`, which
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretell.ops.reference import attention, layers, linear, sample
+from foretell.ops.meta import LayerKV
+from foretell.ops.reference import attention, layers, linear, ngram, rows, sample, verify
 
 # What `pack_*` returns belongs to the table that made it: an opaque value that only its own `linear`, `gated` or
-# `experts` reads. The same holds for `mask` and `attention`.
+# `experts` reads. The same holds for `mask` and `attention`, `kv_pages` and `move_kv`.
 Opaque = Any
 
 
 @dataclass(frozen=True, slots=True)
 class OpTable:
-    """The operations of a decoder; see `ops/reference` for arguments and shapes."""
+    """The operations of a decoder and of a step around it; see `ops/reference` for arguments and shapes."""
 
     embed: Callable[[Tensor, Tensor, float], Tensor]
     rms_norm: Callable[..., Tensor]  # (x, weight, eps, residual=None)
@@ -37,6 +38,25 @@ class OpTable:
     pack_experts: Callable[[Tensor, Tensor], Opaque]
     experts: Callable[[Tensor, Tensor, Opaque, int, str], Tensor]
     argmax: Callable[[Tensor], Tensor]  # -1 where a row is not finite
+    # Around the decoder:
+    angles: Callable[..., tuple[Tensor, Tensor]] = (
+        layers.angles
+    )  # (positions, frequencies, factor, dtype)
+    gather: Callable[..., rows.Gathered] = rows.gather  # the nodes under verification
+    decide: Callable[..., verify.Decision] = (
+        verify.decide
+    )  # (drafted, slots, rows, block_size, moves)
+    keep_features: Callable[..., Tensor] = (
+        verify.keep_features
+    )  # (features, path, count, rows, feature)
+    kv_pages: Callable[[Sequence[LayerKV]], Opaque] = verify.kv_pages
+    move_kv: Callable[[Opaque, Tensor, Tensor], None] = verify.move_kv
+    place: Callable[..., rows.Placed] = rows.place  # rows of a drafter
+    last_rows: Callable[[Tensor, Tensor], Tensor] = verify.last_rows
+    ngram: Callable[..., Tensor] = ngram.draft
+    # (logits, law or None, positions, stream, filtered, ids, targets): the whole of sampling in a kernel or two. None:
+    # it is done in parts, from the operations of `reference.sample`.
+    draw: Callable[..., Tensor] | None = None
 
 
 REFERENCE = OpTable(

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foretell.ops.reference.verify import BROKEN, FULL, STOPPED
 from foretell.runner.plan import DraftTree, LogprobRow, SlotResult, StepResult
-from foretell.runner.step import BROKEN, FULL, STOPPED, LogprobRows, Outcome
+from foretell.runner.step import LogprobRows, Outcome
 
 _REASONS = {STOPPED: "stop", FULL: "length", BROKEN: "error"}
 

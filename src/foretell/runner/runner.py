@@ -149,7 +149,7 @@ class Runner:
         shape = self.shapes[plan.tree]
         allowed = None
         if any(slot in self._followers for slot in plan.decode):
-            allowed = self._allowed(plan.decode, gather_nodes(self.device.slots, rows, shape))
+            allowed = self._allowed(plan.decode, gather_nodes(self.device, rows, shape)[0])
         if allowed is not None or not self.graphs.covers(len(plan.decode), mode):
             return decode_step(self.device, rows, shape, mode, plan.keys, allowed)
         self._drafting.replayed, outcome = self.graphs.decode(rows, plan.tree, mode)

@@ -151,7 +151,7 @@ class Slots:
         self.bad_words = table
 
     def law(self, rows: Tensor, mode: Mode) -> Law:
-        """Sampling parameters of `rows` ([B] int64). Of greedy rows nobody reads more than that: they get the dummy's."""
+        """Sampling parameters of `rows` ([B] int64). Of greedy rows nobody reads more: they get the dummy's."""
         parts = (self.seed, self.temperature, self.top_k, self.top_p, self.min_p)
         if mode.sampled:
             return Law(*(part[rows] for part in parts))

@@ -13,22 +13,17 @@ import torch
 from torch import Tensor
 
 from foretell.model.decoder import Decoder
-from foretell.ops.meta import RaggedRows, TreeRows, flat_slots
-from foretell.ops.reference.verify import move_kv
+from foretell.ops.meta import RaggedRows, TreeRows
+from foretell.ops.reference.rows import Gathered
+from foretell.ops.reference.verify import Decision, Drafted, settle
+from foretell.ops.table import Opaque
 from foretell.runner.kv import KVPool
 from foretell.runner.slots import Slots
 from foretell.spec import processors, verify
 from foretell.spec.drafter import Draft, Drafter, PromptRows, Window
 from foretell.spec.nodes import Nodes, Shape, dynamic_shape
 from foretell.spec.processors import Mode
-from foretell.spec.verify import Acceptance, Verdict
-
-RUNNING, STOPPED, FULL, BROKEN = (
-    0,
-    1,
-    2,
-    3,
-)  # why a request ended in a step, as the outbox carries it
+from foretell.spec.verify import Acceptance
 
 CATCH_UP = 32  # tokens that a drafter that rested is shown in one pass
 
@@ -43,6 +38,7 @@ class Device:
     kv: KVPool
     acceptance: Acceptance
     typical: verify.Typical
+    pages: Opaque  # what `ops.move_kv` moves within
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,38 +86,38 @@ def decode_step(
 
     `allowed` ([B, N, V] bool) says which tokens may follow each node, where grammars hold.
     """
-    slots, tree = device.slots, shape.tree
-    nodes = gather_nodes(slots, rows, shape)
+    nodes, found = gather_nodes(device, rows, shape)
     # A draft is tried once: one that was refused no longer follows the law it was drawn from, and where no new one is
     # made (near a request's end) it would be tried again.
-    slots.draft.index_fill_(0, rows, -1)
-    indices = slots.length[rows].unsqueeze(1) - 1 + torch.arange(tree.nodes, device=rows.device)
-    blocks = slots.blocks[rows]
-    live = slots.live[rows].unsqueeze(1).expand_as(indices)
+    device.slots.draft.index_fill_(0, rows, -1)
     meta = TreeRows(
-        positions=nodes.positions,
-        kv_slots=flat_slots(blocks, indices, device.kv.block_size, live),
-        blocks=blocks,
-        context=slots.length[rows] - 1,
+        positions=found.positions,
+        kv_slots=found.kv_slots,
+        blocks=found.blocks,
+        context=found.context,
         bits=nodes.shape.bits.expand(rows.shape[0], -1),
-        tail_positions=nodes.positions,
+        tail_positions=found.positions,
         keys=keys,
     )
-    hidden, features = device.target(nodes.tokens, meta, device.kv.target, device.drafter.features)
+    hidden, features = device.target(found.tokens, meta, device.kv.target, device.drafter.features)
     return decide(device, rows, nodes, hidden, features, mode, keys, allowed)
 
 
-def gather_nodes(slots: Slots, rows: Tensor, shape: Shape) -> Nodes:
-    """The pending token and its drafts, as far as the request wants them and the drafter was made for texts so long."""
-    length = slots.length[rows].unsqueeze(1)
-    root = slots.tokens[rows.unsqueeze(1), length - 1].to(torch.int64)
+def gather_nodes(device: Device, rows: Tensor, shape: Shape) -> tuple[Nodes, Gathered]:
+    """The pending token and its drafts, as far as the request wants them, and where they stand."""
+    slots = device.slots
     if slots.draft_parents is not None:
         shape = dynamic_shape(shape, slots.draft_parents[rows, : shape.tree.nodes])
-    deepest = torch.minimum(slots.most_drafted[rows], slots.sizes.drafted - slots.length[rows])
-    wanted = shape.depths[:, 1:] <= deepest.unsqueeze(1)
-    drafted = torch.where(wanted, slots.draft[rows, 1 : shape.tree.nodes], -1)
-    tokens = torch.cat((root, drafted), dim=1)
-    return Nodes(shape=shape, tokens=tokens, positions=length - 1 + shape.depths)
+    found = device.target.ops.gather(
+        slots.arrays,
+        slots.draft,
+        slots.most_drafted,
+        rows,
+        shape.depths,
+        slots.sizes.drafted,
+        device.kv.block_size,
+    )
+    return Nodes(shape=shape, tokens=found.tokens, positions=found.positions), found
 
 
 def decide(
@@ -142,36 +138,34 @@ def decide(
         features: [B, N, F] or None, what the drafter reads.
         allowed: [B, N, V] bool or None, what may follow each node.
     """
-    slots = device.slots
+    slots, ops = device.slots, device.target.ops
     raw = device.target.logits(hidden)
-    history, law = slots.history(rows, keys, mode), slots.law(rows)
-    logits = processors.process(raw, nodes, history, mode)
+    law = slots.law(rows, mode)
+    logits = raw
+    if mode.processed:
+        logits = processors.process(raw, nodes, slots.history(rows, keys, mode), mode)
     if allowed is not None:
         logits = torch.where(allowed, logits, -torch.inf)
-    verdict = _accept(device, rows, logits, nodes, law, mode)
-    start = slots.length[rows]
-    count, reason = commit(slots, rows, verdict)
-    if not nodes.shape.tree.is_chain:
-        _compact(device, rows, start, verdict.path, count)
+    decision = _settle(device, rows, logits, nodes, law, mode)
+    if decision.moves is not None:
+        ops.move_kv(device.pages, *decision.moves)
     path_features = None
     if features is not None:
-        path_features = features.gather(
-            1, verdict.path.unsqueeze(-1).expand(-1, -1, features.shape[-1])
+        path_features = ops.keep_features(
+            features, decision.path, decision.count, rows, slots.feature
         )
-        last = (count - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, features.shape[-1])
-        slots.feature[rows] = path_features.gather(1, last).squeeze(1)
     return Outcome(
-        tokens=verdict.tokens,
-        count=count,
-        reason=reason,
-        drafted=torch.where(count > 0, (nodes.tokens[:, 1:] >= 0).sum(-1), 0),
-        accepted=torch.minimum(count, verdict.count - 1),
-        start=start,
+        tokens=decision.tokens,
+        count=decision.count,
+        reason=decision.reason,
+        drafted=decision.drafted,
+        accepted=decision.accepted,
+        start=decision.start,
         features=path_features,
-        logprobs=_logprobs(raw, verdict, mode),
+        logprobs=_logprobs(raw, decision, mode),
         nodes=nodes.tokens,
         parents=nodes.shape.parents,
-        path=verdict.path,
+        path=decision.path,
         probs=_node_probs(device, rows, logits, nodes, law, mode),
     )
 
@@ -194,74 +188,35 @@ def _node_probs(
     return torch.stack((target, own.float()), dim=1)
 
 
-def _accept(
+def _settle(
     device: Device, rows: Tensor, logits: Tensor, nodes: Nodes, law: processors.Law, mode: Mode
-) -> Verdict:
-    ops = device.target.ops
-    match device.acceptance:
-        case Acceptance.MATCH:
-            return verify.match(logits, nodes, law, mode, ops)
-        case Acceptance.REJECTION:
-            probs = device.slots.draft_probs
-            drawn = None if probs is None else probs[rows, : nodes.tokens.shape[1]]
-            return verify.rejection(logits, nodes, law, mode, drawn)
-        case Acceptance.TYPICAL:
-            return verify.typical(logits, nodes, law, mode, ops, device.typical)
-
-
-def commit(slots: Slots, rows: Tensor, verdict: Verdict) -> tuple[Tensor, Tensor]:
-    """Write the emitted tokens: cut at the first stop token, then at the limit, in front of a NaN.
-
-    Returns:
-        (count [B] int64, reason [B] int64). A stop inside the limit is a stop, even on the limit's last place.
-    """
-    tokens, live = verdict.tokens, slots.live[rows]
-    place = torch.arange(tokens.shape[1], device=tokens.device)
-    stops = (tokens.unsqueeze(-1) == slots.stop[rows].unsqueeze(1)).any(-1) & (tokens >= 0)
-    length = slots.length[rows]
-    first_stop = _first(stops)
-    sound = _first((tokens < 0) & (place < verdict.count.unsqueeze(1)))
-    room = slots.limit[rows] - length
-    count = torch.minimum(torch.minimum(verdict.count, first_stop + 1), torch.minimum(room, sound))
-    count = torch.where(live, count.clamp(min=0), 0)
-    full = length + count >= slots.limit[rows]
-    reason = torch.where(first_stop < count, STOPPED, torch.where(full, FULL, RUNNING))
-    reason = torch.where(
-        (reason == RUNNING) & (sound <= count) & (sound < verdict.count), BROKEN, reason
+) -> Decision:
+    """Accept by the engine's rule, and commit."""
+    ops, slots, shape = device.target.ops, device.slots.arrays, nodes.shape
+    size, moves = device.kv.block_size, not shape.tree.is_chain
+    if device.acceptance is Acceptance.MATCH:
+        sample = verify.samples(logits, nodes, law, mode, ops)
+        drafted = Drafted(
+            nodes.tokens, sample, shape.parents, shape.depths, shape.bits, shape.tree.depth
+        )
+        return ops.decide(drafted, slots, rows, size, moves)
+    if device.acceptance is Acceptance.TYPICAL:
+        verdict = verify.typical(logits, nodes, law, mode, ops, device.typical)
+    else:
+        probs = device.slots.draft_probs
+        drawn = None if probs is None else probs[rows, : nodes.tokens.shape[1]]
+        verdict = verify.rejection(logits, nodes, law, mode, drawn)
+    return settle(
+        verdict.path, verdict.tokens, verdict.count, nodes.tokens, slots, rows, size, moves
     )
-    reason = torch.where(live, reason, RUNNING)
-    trash = slots.tokens.shape[1] - 1
-    index = torch.where(place < count.unsqueeze(1), length.unsqueeze(1) + place, trash)
-    slots.tokens[rows.unsqueeze(1), index] = tokens.to(torch.int32)
-    slots.length[rows] = length + count
-    slots.live[rows] = live & (reason == RUNNING)
-    return count, reason
 
 
-def _first(flags: Tensor) -> Tensor:
-    """[B] index of the first True in [B, W], or W."""
-    width = flags.shape[1]
-    place = torch.arange(width, device=flags.device)
-    return torch.where(flags, place, width).amin(-1)
-
-
-def _compact(device: Device, rows: Tensor, start: Tensor, path: Tensor, count: Tensor) -> None:
-    """Move the KV of accepted nodes to their places: path[j] goes to j; only the nodes of emitted drafts matter."""
-    blocks = device.slots.blocks[rows]
-    place = torch.arange(path.shape[1], device=path.device).expand_as(path)
-    moves = (place > 0) & (place < count.unsqueeze(1)) & (path != place)
-    root = start.unsqueeze(1) - 1
-    source = flat_slots(blocks, root + path, device.kv.block_size, moves)
-    target = flat_slots(blocks, root + place, device.kv.block_size, moves)
-    move_kv(device.kv.target, source.flatten(), target.flatten())
-
-
-def _logprobs(raw: Tensor, verdict: Verdict, mode: Mode) -> LogprobRows | None:
+def _logprobs(raw: Tensor, decision: Decision, mode: Mode) -> LogprobRows | None:
     """Log-probabilities behind each emitted token, if anybody wants them."""
     if mode.logprobs < 0:
         return None
-    path = verdict.path.unsqueeze(-1).expand(-1, -1, raw.shape[-1])
-    return top_logprobs(raw.gather(1, path), verdict.tokens, mode.logprobs)
+    path = decision.path.unsqueeze(-1).expand(-1, -1, raw.shape[-1])
+    return top_logprobs(raw.gather(1, path), decision.tokens, mode.logprobs)
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, count: int) -> LogprobRows:
@@ -338,9 +293,10 @@ def catch_up(
             live=slots.live[rows],
             blocks=slots.blocks[rows],
             text=slots.tokens,
-            law=slots.law(rows),
+            law=slots.law(rows, mode),
             mode=mode,
             keys=keys + CATCH_UP,
+            ops=device.target.ops,
         )
         device.drafter.propose(window, shape)
         slots.seen[rows] = start + count
@@ -360,9 +316,10 @@ def draft_step(
         live=slots.live[rows],
         blocks=slots.blocks[rows],
         text=slots.tokens,
-        law=slots.law(rows),
+        law=slots.law(rows, mode),
         mode=mode,
         keys=keys,
+        ops=device.target.ops,
     )
     draft = device.drafter.propose(window, shape)
     nodes = shape.tree.nodes

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foretell.model.decoder import Decoder
-from foretell.ops.meta import LayerKV, Meta, TreeRows, flat_slots
+from foretell.ops.meta import LayerKV, Meta, TreeRows
 from foretell.spec.candidates import Choice, Scoring, choice_for, fill_levels
 from foretell.spec.drafter import Draft, KVSpec, KVView, PromptRows, Window
 from foretell.spec.nodes import Level, Shape
@@ -96,22 +96,22 @@ class Autoregressive:
     def run_window(self, window: Window) -> Tensor:
         """[B, 1, H], the output at each request's pending token; nothing is left of rows at and after `count`."""
         place = torch.arange(window.tokens.shape[1], device=window.tokens.device)
-        entries = window.start.unsqueeze(1) + place
-        positions = entries - self.entries.rotary_shift
-        valid = (place < window.count.unsqueeze(1)) & window.live.unsqueeze(1)
+        placed = window.ops.place(
+            window.start, window.live, window.count, window.blocks, place, place.unsqueeze(0),
+            self.entries.rotary_shift, self._block_size,
+        )  # fmt: skip
         meta = TreeRows(
-            positions=positions,
-            kv_slots=flat_slots(window.blocks, entries, self._block_size, valid),
+            positions=placed.positions,
+            kv_slots=placed.kv_slots,
             blocks=window.blocks,
             context=window.start,
-            bits=((2 << place) - 1).expand_as(positions),
-            tail_positions=positions,
+            bits=((2 << place) - 1).expand_as(placed.positions),
+            tail_positions=placed.tail_positions,
             keys=window.keys,
             first_key=self.entries.first_key,
         )
         hidden = self.net.ingest(window.tokens, window.features, meta, self._kv)
-        last = (window.count - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, hidden.shape[-1])
-        return hidden.gather(1, last)
+        return window.ops.last_rows(hidden, window.count)
 
     def run_nodes(self, tokens: Tensor, above: Tensor, window: Window, spot: Spot) -> Tensor:
         """Run drafted nodes that will have children.
@@ -120,17 +120,18 @@ class Autoregressive:
             tokens: [B, m] int64.
             above: [B, m, H], the network's output at each one's parent.
         """
-        root = window.length.unsqueeze(1) - 1
-        entries = root + spot.place
-        live = window.live.unsqueeze(1).expand_as(entries)
-        tail_positions = root + spot.depths - self.entries.rotary_shift
+        root = window.length - 1
+        placed = window.ops.place(
+            root, window.live, None, window.blocks, spot.place, spot.depths,
+            self.entries.rotary_shift, self._block_size,
+        )  # fmt: skip
         meta = TreeRows(
-            positions=tail_positions[:, spot.place],
-            kv_slots=flat_slots(window.blocks, entries, self._block_size, live),
+            positions=placed.positions,
+            kv_slots=placed.kv_slots,
             blocks=window.blocks,
-            context=root.squeeze(1),
-            bits=spot.bits.expand_as(entries),
-            tail_positions=tail_positions,
+            context=root,
+            bits=spot.bits.expand_as(placed.positions),
+            tail_positions=placed.tail_positions,
             keys=window.keys,
             first_key=self.entries.first_key,
         )
@@ -155,7 +156,7 @@ class _Levels:
 
     def run(self, tokens: Tensor, above: Tensor, level: Level) -> Tensor:
         place = level.expanded
-        spot = Spot(place, self.shape.bits[:, place], self.shape.depths)
+        spot = Spot(place, level.bits, self.shape.depths)
         return self.procedure.run_nodes(tokens, above, self.window, spot)
 
 

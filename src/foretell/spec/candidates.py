@@ -88,6 +88,30 @@ class Scoring:
             logits = processors.perturb(logits, window.law, positions, stream, noise_ids)
         return logits, law
 
+    def draws_at_once(self, window: Window) -> bool:
+        """Whether `draw` can be used: its kernel is there, and nobody wants a law."""
+        return window.ops.draw is not None and self.choice is not Choice.DRAWN
+
+    def draw(self, logits: Tensor, window: Window, positions: Tensor) -> Tensor:
+        """[B, m] target ids of the best candidates.
+
+        Args:
+            logits: [B, m, Vd], raw.
+            positions: [B, m] int64, of the tokens decided.
+        """
+        assert window.ops.draw is not None
+        vocabulary, noisy = self.vocabulary, self.choice is not Choice.LIKELIEST
+        law = window.law if window.mode.sampled and noisy else None
+        return window.ops.draw(
+            vocabulary.mask(logits),
+            law,
+            positions,
+            int(Stream.SAMPLE),
+            window.mode.filtered,
+            vocabulary.noise_ids,
+            vocabulary.target_ids,
+        )
+
 
 def fill_levels(
     scoring: Scoring, window: Window, shape: Shape, hidden: Tensor, steps: Steps
@@ -98,9 +122,11 @@ def fill_levels(
         hidden: [B, 1, H], the network's state at the pending token.
     """
     rows, nodes = window.start.shape[0], shape.tree.nodes
+    root = window.length.unsqueeze(1) - 1
+    if all(level.alone for level in shape.levels) and scoring.draws_at_once(window):
+        return _fill_chain(scoring, window, shape, hidden, steps, root)
     tokens = torch.full((rows, nodes), -1, dtype=torch.int64, device=hidden.device)
     laws: list[Tensor] = []
-    root = window.length.unsqueeze(1) - 1
     for level in shape.levels:
         logits = steps.logits(hidden, level.depth)
         scores, law = scoring.scores(logits, window, root + level.depth)
@@ -113,6 +139,20 @@ def fill_levels(
         if level.expanded.shape[0]:
             hidden = steps.run(tokens[:, level.expanded], hidden[:, level.above], level)
     return Draft(tokens=tokens, probs=_node_laws(laws, shape) if laws else None)
+
+
+def _fill_chain(
+    scoring: Scoring, window: Window, shape: Shape, hidden: Tensor, steps: Steps, root: Tensor
+) -> Draft:
+    """`fill_levels` of a chain where one kernel draws: no scores, nothing to pick."""
+    found = [torch.full_like(root, -1)]
+    for level in shape.levels:
+        logits = steps.logits(hidden, level.depth)
+        positions = root + level.depth if window.mode.sampled else root
+        found.append(scoring.draw(logits, window, positions))
+        if level.expanded.shape[0]:
+            hidden = steps.run(found[-1], hidden, level)
+    return Draft(tokens=torch.cat(found, dim=1))
 
 
 def fill_depths(scoring: Scoring, window: Window, shape: Shape, logits: Tensor) -> Draft:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from foretell.model.decoder import Decoder
 from foretell.ops.meta import LayerKV, RaggedRows
+from foretell.ops.table import REFERENCE, OpTable
 from foretell.spec.nodes import Shape
 from foretell.spec.processors import Law, Mode
 
@@ -72,6 +73,7 @@ class Window:
     law: Law
     mode: Mode
     keys: int  # host-side bound of every key index that may be touched
+    ops: OpTable = REFERENCE
 
     @property
     def length(self) -> Tensor:

@@ -29,6 +29,8 @@ class Level:
     width: int  # candidates needed of each parent
     expanded: Tensor  # [m] int64
     above: Tensor  # [m] int64
+    bits: Tensor  # [1, m] int64, ancestors and selves of the expanded nodes
+    alone: bool  # one node below one node, all that its level has: nothing to pick
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,8 @@ def _levels(tree: Tree, device: torch.device) -> tuple[Level, ...]:
                 width=max(max(tree.ranks[node] + 1 for node in nodes), *map(len, siblings)),
                 expanded=ints(expanded),
                 above=ints([above.index(tree.parents[node]) for node in expanded]),
+                bits=ints([tree.ancestors[node] for node in expanded]).unsqueeze(0),
+                alone=len(nodes) == len(above) == 1 and tree.ranks[nodes[0]] == 0,
             )
         )
         above = expanded

@@ -56,13 +56,23 @@ def match(logits: Tensor, nodes: Nodes, law: Law, mode: Mode, ops: OpTable) -> V
     Args:
         logits: [B, N, V] from `processors.process`.
     """
-    logits = processors.scale_and_filter(logits, law, mode)
-    sample = processors.sample(logits, law, nodes.positions + 1, mode, ops)
+    sample = samples(logits, nodes, law, mode, ops)
     shape = nodes.shape
     best = accept_match(nodes.tokens, sample, shape.parents, shape.depths, shape.bits)
     path = path_to(best, shape.parents, shape.depths, shape.tree.depth)
     count = shape.depths.expand_as(sample).gather(1, best.unsqueeze(1)).squeeze(1) + 1
     return Verdict(path=path, count=count, tokens=sample.gather(1, path))
+
+
+def samples(logits: Tensor, nodes: Nodes, law: Law, mode: Mode, ops: OpTable) -> Tensor:
+    """[B, N] int64, the target's own sample after every node; -1 where its logits are not finite."""
+    if ops.draw is None:
+        logits = processors.scale_and_filter(logits, law, mode)
+        return processors.sample(logits, law, nodes.positions + 1, mode, ops)
+    if not mode.sampled:
+        return ops.argmax(logits)
+    stream = int(noise.Stream.SAMPLE)
+    return ops.draw(logits, law, nodes.positions + 1, stream, mode.filtered)
 
 
 def rejection(

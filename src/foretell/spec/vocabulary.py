@@ -48,9 +48,15 @@ class Vocabulary:
         self._draft_of = draft_of
         self._target_of = target_of
         self._shared = target_of >= 0
+        self._whole = bool(self._shared.all())
         identity = torch.arange(target_of.shape[0], device=target_of.device)
         self._identical = bool((target_of == identity).all()) and target_of.shape[0] == target_size
         self.noise_ids = torch.where(self._shared, target_of, 0).to(torch.int32)
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """[Vd] int64, target id of each draft id, -1 where there is none; None: the same ids."""
+        return None if self._identical else self._target_of
 
     @property
     def reduced(self) -> int:
@@ -70,7 +76,7 @@ class Vocabulary:
 
     def mask(self, logits: Tensor) -> Tensor:
         """[..., Vd] draft logits with -inf on tokens that the target lacks."""
-        return logits if self._identical else torch.where(self._shared, logits, -torch.inf)
+        return logits if self._whole else torch.where(self._shared, logits, -torch.inf)
 
     def law_over_target(self, probs: Tensor) -> Tensor:
         """[..., Vd] draft probabilities as [..., V] over target ids."""

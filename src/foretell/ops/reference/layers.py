@@ -47,6 +47,27 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     return normed if residual is None else residual + normed
 
 
+def angles(
+    positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of a forward pass; the arithmetic is in float32.
+
+    Args:
+        positions: [R] int64.
+        frequencies: [dim / 2] or [R, dim / 2] float32, angle per position of each channel pair.
+        factor: multiplies the results.
+
+    Returns:
+        (cos, sin), each [R, 1, dim] in `dtype`; the sines negated in the first half.
+    """
+    turned = positions.to(torch.float32).unsqueeze(-1) * frequencies  # [R, dim / 2]
+    cos, sin = turned.cos() * factor, turned.sin() * factor
+    return (
+        torch.cat((cos, cos), -1).to(dtype).unsqueeze(1),
+        torch.cat((-sin, sin), -1).to(dtype).unsqueeze(1),
+    )
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first `dim` channels of each head (arXiv 2104.09864), pairs being (i, i + dim / 2).
 

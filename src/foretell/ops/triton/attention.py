@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foretell.ops.meta import LayerKV, Meta, RaggedRows, TreeRows
+from foretell.ops.triton import launch
 from foretell.ops.triton.device import (
     DeviceLimits,
     ceil_div,
@@ -90,7 +91,16 @@ def store_kv(k: Tensor, v: Tensor, kv: LayerKV, kv_slots: Tensor) -> None:
     if rows == 0:
         return
     _store_kv_kernel[(rows, 2)](
-        k, v, kv.k, kv.v, kv_slots, k.stride(0), v.stride(0), width, BLOCK=power_of_two(width)
+        k,
+        v,
+        kv.k,
+        kv.v,
+        kv_slots,
+        k.stride(0),
+        v.stride(0),
+        width,
+        BLOCK=power_of_two(width),
+        **launch.options(k.device),
     )
 
 
@@ -191,11 +201,13 @@ def _tree(
         BLOCK_M=block_m, BLOCK_N=tile.block_n, CHUNK=chunk, WINDOW=window is not None,
         SOFTCAP=softcap is not None, JOIN=join, PRECISION=dot_precision(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
+        **launch.options(q.device),
     )  # fmt: skip
     if join == _APART:
         _join_kernel[(rows * nodes, heads)](
             parts, stats, out, nodes, heads, splits,
             DIM=dim, DIM_PAD=power_of_two(dim), BLOCK_S=16, num_warps=4,
+            **launch.options(q.device),
         )  # fmt: skip
 
 
@@ -227,6 +239,7 @@ def _ragged(
         BLOCK_M=block_m, BLOCK_N=tile.block_n, WINDOW=window is not None,
         SOFTCAP=softcap is not None, PRECISION=dot_precision(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
+        **launch.options(q.device),
     )  # fmt: skip
 
 
@@ -288,8 +301,10 @@ def _joins(splits: int, part_bytes: int, tuning: Tuning) -> int:
 @triton.jit
 @no_type_check
 def _store_kv_kernel(
-    k, v, k_pages, v_pages, kv_slots, k_row, v_row, width, BLOCK: tl.constexpr
+    k, v, k_pages, v_pages, kv_slots, k_row, v_row, width, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    launch.start(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(kv_slots + row)
     place = tl.arange(0, BLOCK)
@@ -359,8 +374,10 @@ def _tree_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, JOIN: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A part of the keys, for a KV head and a tile of a request's rows; row m is head m % GROUP of node m // GROUP."""
+    launch.start(PDL)
     head = tl.program_id(0) // tiles
     split = tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
@@ -488,8 +505,10 @@ def _tree_kernel(
 def _join_kernel(
     parts, stats, out, nodes, heads, splits,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Join the parts of one head of one node, in the order of the keys."""
+    launch.start(PDL)
     request = (tl.program_id(0) // nodes).to(tl.int64)
     row = (tl.program_id(0) % nodes) * heads + tl.program_id(1)
     width = nodes * heads
@@ -532,8 +551,10 @@ def _ragged_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows of one chunk and one KV head; row m is head m % GROUP of the chunk's row m // GROUP."""
+    launch.start(PDL)
     tile = (
         tl.num_programs(0) - 1 - tl.program_id(0)
     )  # the late rows have the most keys: they go first

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foretell.ops.triton import launch
 from foretell.ops.triton.device import ceil_div, dot_precision, limits, power_of_two
 from foretell.ops.triton.layers import activate
 from foretell.ops.triton.linear import _ACTIVATIONS, Tile, _stages
@@ -87,6 +88,7 @@ def experts(
         EXPERTS=power_of_two(count), BLOCK_O=tile.outputs, BLOCK_M=tile.rows,
         BLOCK_K=tile.inner, PRECISION=dot_precision(x.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
+        **launch.options(x.device),
     )  # fmt: skip
     parts = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     _down_kernel[(tiles, ceil_div(hidden, tile.outputs))](
@@ -94,10 +96,18 @@ def experts(
         EVEN=inner % tile.inner == 0, EXPERTS=power_of_two(count), BLOCK_O=tile.outputs,
         BLOCK_M=tile.rows, BLOCK_K=tile.inner, PRECISION=dot_precision(x.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
+        **launch.options(x.device),
     )  # fmt: skip
     block = min(1024, power_of_two(hidden))
     _weigh_kernel[(rows, ceil_div(hidden, block))](
-        parts, routes.places, routes.weights, out, hidden, CHOSEN=chosen, BLOCK=block
+        parts,
+        routes.places,
+        routes.weights,
+        out,
+        hidden,
+        CHOSEN=chosen,
+        BLOCK=block,
+        **launch.options(x.device),
     )
     return out
 
@@ -122,6 +132,7 @@ def route(router: Tensor, chosen: int) -> Routes:
         router, routes.rows, routes.offsets, routes.places, routes.weights, rows, count,
         CHOSEN=chosen, EXPERTS=power_of_two(count),
         BLOCK=min(_ROUTE_ROWS, max(32, power_of_two(rows))), num_warps=4,
+        **launch.options(device),
     )  # fmt: skip
     return routes
 
@@ -167,8 +178,10 @@ def _load_router(router, row, expert, rows, count):
 def _route_kernel(
     router, pair_rows, offsets, places, weights, rows, count,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: count the pairs of each expert, then place them."""
+    launch.start(PDL)
     expert = tl.arange(0, EXPERTS)
     totals = tl.zeros([EXPERTS], dtype=tl.int32)
     for base in range(0, rows, BLOCK):
@@ -221,7 +234,9 @@ def _gate_up_kernel(
     x, weight, out, pair_rows, offsets, x_row, outputs, inner, count,
     ACTIVATION: tl.constexpr, EVEN: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    launch.start(PDL)
     owner, first, end = _find_tile(offsets, tl.program_id(0), count, EXPERTS, BLOCK_M)
     if first >= end:
         return
@@ -261,7 +276,9 @@ def _down_kernel(
     x, weight, out, offsets, outputs, inner, count,
     EVEN: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    launch.start(PDL)
     owner, first, end = _find_tile(offsets, tl.program_id(0), count, EXPERTS, BLOCK_M)
     if first >= end:
         return
@@ -289,7 +306,17 @@ def _down_kernel(
 
 @triton.jit
 @no_type_check
-def _weigh_kernel(parts, places, weights, out, hidden, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+def _weigh_kernel(
+    parts,
+    places,
+    weights,
+    out,
+    hidden,
+    CHOSEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    launch.start(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < hidden

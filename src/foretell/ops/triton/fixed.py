@@ -11,12 +11,13 @@ key stands in another place of its tile.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
 
-from foretell.ops.table import OpTable
-from foretell.ops.triton import attention, experts, layers, linear, sample
+from foretell.ops.triton import attention, experts, linear
+from foretell.ops.triton.table import CUDA
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> linear.Packed:
@@ -29,18 +30,9 @@ def pack_experts(gate_up: Tensor, down: Tensor) -> experts.PackedExperts:
     return experts.pack_experts(gate_up, down, experts.fixed_tile(down))
 
 
-FIXED = OpTable(
-    embed=layers.embed,
-    rms_norm=layers.rms_norm,
-    rope_store=layers.rope_store,
+FIXED = replace(
+    CUDA,
     mask=partial(attention.mask, tuning=attention.FIXED),
-    attention=attention.attention,
-    act_mul=layers.act_mul,
-    repacks=linear.repacks,
     pack_linear=pack_linear,
-    linear=linear.linear,
-    gated=linear.gated,
     pack_experts=pack_experts,
-    experts=experts.experts,
-    argmax=sample.argmax_checked,
 )

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foretell.ops.meta import LayerKV
+from foretell.ops.triton import launch
 from foretell.ops.triton.device import ceil_div, power_of_two
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -39,7 +40,14 @@ def embed(tokens: Tensor, weight: Tensor, scale: float) -> Tensor:
     if rows:
         block = min(1024, power_of_two(width))
         _embed_kernel[(rows, ceil_div(width, block))](
-            tokens, weight, out, scale, width, SCALED=scale != 1.0, BLOCK=block
+            tokens,
+            weight,
+            out,
+            scale,
+            width,
+            SCALED=scale != 1.0,
+            BLOCK=block,
+            **launch.options(weight.device),
         )
     return out
 
@@ -68,6 +76,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         x, weight, residual if residual is not None else x, out,
         inner, outer_stride, inner_stride, width, eps,
         RESIDUAL=residual is not None, BLOCK=block, num_warps=_warps(block),
+        **launch.options(x.device),
     )  # fmt: skip
     return out
 
@@ -93,8 +102,33 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
     _add_rms_norm_kernel[(rows,)](
         x, delta, weight, total, normed, x.stride(0), rows, width, eps,
         PARTS=parts, BLOCK=block, num_warps=_warps(block),
+        **launch.options(x.device),
     )  # fmt: skip
     return total, normed
+
+
+def angles(
+    positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of a forward pass.
+
+    Args:
+        positions: [R] int64.
+        frequencies: [dim / 2] float32.
+        factor: multiplies the results.
+
+    Returns:
+        (cos, sin), each [R, 1, dim] in `dtype`; the sines negated in the first half.
+    """
+    rows, half = positions.shape[0], frequencies.shape[0]
+    both = torch.empty(2, rows, 1, 2 * half, dtype=dtype, device=positions.device)
+    if rows:
+        _angles_kernel[(rows,)](
+            positions.contiguous(), frequencies, both, rows, factor,
+            HALF=half, BLOCK=power_of_two(half), num_warps=1, **launch.options(positions.device),
+        )  # fmt: skip
+    cos, sin = both.unbind()
+    return cos, sin
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -193,7 +227,14 @@ def _launch_act_mul(source: Tensor, out: Tensor, parts: int, activation: str) ->
         return
     block = min(1024, power_of_two(inner))
     _act_mul_kernel[(rows, ceil_div(inner, block))](
-        source, out, rows, inner, PARTS=parts, ACTIVATION=_ACTIVATIONS[activation], BLOCK=block
+        source,
+        out,
+        rows,
+        inner,
+        PARTS=parts,
+        ACTIVATION=_ACTIVATIONS[activation],
+        BLOCK=block,
+        **launch.options(out.device),
     )
 
 
@@ -224,6 +265,7 @@ def _launch_rope(
         PARTS=parts, NORMED=q_weight is not None, STORE=kv is not None, DIM=width, HALF=rotated // 2,
         BLOCK_A=_HEADS_PER_PROGRAM, BLOCK_H=power_of_two(rotated // 2),
         BLOCK_R=power_of_two(max(width - rotated, 1)), PASSED=rotated < width,
+        **launch.options(q.device),
     )  # fmt: skip
 
 
@@ -243,8 +285,10 @@ def _warps(block: int) -> int:
 @triton.jit
 @no_type_check
 def _embed_kernel(
-    tokens, weight, out, scale, width, SCALED: tl.constexpr, BLOCK: tl.constexpr
+    tokens, weight, out, scale, width, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    launch.start(PDL)
     row = tl.program_id(0).to(tl.int64)
     token = tl.maximum(tl.load(tokens + row), 0)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -261,12 +305,15 @@ def _embed_kernel(
 def _rms_norm_kernel(
     x, weight, residual, out, inner, outer_stride, inner_stride, width, eps,
     RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     inside = place < width
     at = (row // inner) * outer_stride + (row % inner) * inner_stride
+    launch.release(PDL)
     gain = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    launch.wait(PDL)
     values = tl.load(x + at + place, mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(values * values, 0) / width
     normed = (values * tl.rsqrt(mean + eps) * gain).to(out.dtype.element_ty)
@@ -281,11 +328,14 @@ def _rms_norm_kernel(
 def _add_rms_norm_kernel(
     x, delta, weight, total, normed, x_row, rows, width, eps,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     inside = place < width
+    launch.release(PDL)
     gain = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    launch.wait(PDL)
     values = tl.load(x + row * x_row + place, mask=inside, other=0.0)
     if PARTS == 0:
         added = tl.load(delta + row * width + place, mask=inside, other=0.0).to(tl.float32)
@@ -309,6 +359,29 @@ def _add_rms_norm_kernel(
 
 @triton.jit
 @no_type_check
+def _angles_kernel(
+    positions, frequencies, both, rows, factor,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    place = tl.arange(0, BLOCK)
+    inside = place < HALF
+    launch.release(PDL)
+    frequency = tl.load(frequencies + place, mask=inside, other=0.0)
+    launch.wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    angle = tl.load(positions + row).to(tl.float32) * frequency
+    dtype = both.dtype.element_ty
+    cos, sin = tl.cos(angle) * factor, tl.sin(angle) * factor
+    at = both + row * 2 * HALF + place
+    tl.store(at, cos.to(dtype), mask=inside)
+    tl.store(at + HALF, cos.to(dtype), mask=inside)
+    at += tl.cast(rows, tl.int64) * 2 * HALF
+    tl.store(at, (-sin).to(dtype), mask=inside)
+    tl.store(at + HALF, sin.to(dtype), mask=inside)
+
+
+@triton.jit
+@no_type_check
 def _load_parts(source, at, part_stride, inside, dtype, PARTS: tl.constexpr):
     """Values at `at`, or the sum of the parts there, rounded as the whole product would have been; in float32."""
     values = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
@@ -326,8 +399,10 @@ def _rope_kernel(
     source_row, q_row, rows, heads, kv_heads, eps,
     PARTS: tl.constexpr, NORMED: tl.constexpr, STORE: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, PASSED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A few heads of one row: first half, second half and rest of the channels of each."""
+    launch.start(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_A + tl.arange(0, BLOCK_A)
     half = tl.arange(0, BLOCK_H)
@@ -396,8 +471,16 @@ def _gain(q_weight, k_weight, place, is_q, is_k, inside):
 @triton.jit
 @no_type_check
 def _act_mul_kernel(
-    source, out, rows, inner, PARTS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+    source,
+    out,
+    rows,
+    inner,
+    PARTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    launch.start(PDL)
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < inner

@@ -1,9 +1,10 @@
 """Products with weights, x W^T: cuBLAS, and our own kernels for few rows (1 to 64), where reading W is all the work.
 
 The weight is the left operand (its rows fill the matrix units, the few rows of x pad to 16), so one program streams a
-band of W once. With `split_k` the inner axis is divided among programs; the parts [S, R, O] float32 are added up by
-the operation that follows (`layers`) or by `linear`. A result's order of addition depends on the tile alone, not on the
-number of rows.
+band of W once, the head of it before the kernels in front have ended (`launch`). With `split_k` the inner axis is
+divided among programs; the parts [S, R, O] float32 are added up in order by the program of a tile that ends last, or,
+where they are many, by a kernel of their own. A result's order of addition depends on the tile alone, not on the number
+of rows.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foretell.ops.triton import launch
 from foretell.ops.triton.device import DeviceLimits, ceil_div, dot_precision, limits, power_of_two
 from foretell.ops.triton.layers import act_mul, activate
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+_LEAST_BAND = 16  # outputs of the narrowest tile
 MOST_ROWS = 64  # of x, for the kernels here
 
 
@@ -34,6 +37,7 @@ class Tile:
     split_k: int = 1
     warps: int = 4
     stages: int = 4
+    early: int = 0  # turns whose W is read before the kernels in front have ended, at most 3 (2 of `gated_product`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class Packed:
 
     weight: Tensor
     bias: Tensor | None  # [O]
+    counters: Tensor  # [tiles] int32, zero between launches
     tile: Tile | None = None
 
 
@@ -52,11 +57,12 @@ def repacks(weight: Tensor) -> bool:
 
 def pack_linear(weight: Tensor, bias: Tensor | None, tile: Tile | None = None) -> Packed:
     """Lay out a weight [O, I] for `linear` or (gate first, then up) for `gated`; `tile` fixes the order of addition."""
-    return Packed(weight, bias, tile)
+    tiles = ceil_div(weight.shape[0], _LEAST_BAND) * (MOST_ROWS // 16)
+    return Packed(weight, bias, torch.zeros(tiles, dtype=torch.int32, device=weight.device), tile)
 
 
 def linear(x: Tensor, packed: Packed, residual: Tensor | None = None) -> Tensor:
-    """x W^T + b (+ residual).
+    """x W^T + b (+ residual, whose memory the sum may take).
 
     Args:
         x: [R, I].
@@ -65,52 +71,54 @@ def linear(x: Tensor, packed: Packed, residual: Tensor | None = None) -> Tensor:
     Returns:
         [R, O].
     """
-    if packed.tile is None:
-        out = F.linear(x, packed.weight, packed.bias)
-        return out if residual is None else residual + out
-    return product(x, packed.weight, packed.bias, residual, packed.tile)
+    tile = packed.tile or best_tile(x.shape[0], packed.weight)
+    if tile is not None:
+        return product(x, packed, residual, tile)
+    if residual is None:
+        return F.linear(x, packed.weight, packed.bias)
+    if packed.bias is not None:
+        return residual + F.linear(x, packed.weight, packed.bias)
+    return residual.addmm_(x, packed.weight.T)  # one kernel and no copy
 
 
 def gated(x: Tensor, packed: Packed, activation: str) -> Tensor:
     """act(gate(x)) * up(x): [R, I] → [R, O]."""
+    tile = None if packed.tile else best_gated_tile(x.shape[0], packed.weight)
+    if tile is not None:
+        return gated_product(x, packed.weight, packed.bias, activation, tile)
     return act_mul(linear(x, packed), activation)
 
 
-def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, tile: Tile
-) -> Tensor:
+def product(x: Tensor, packed: Packed, residual: Tensor | None, tile: Tile) -> Tensor:
     """x W^T + b (+ residual) by our own kernel.
 
     Args:
         x: [R, I], the last axis dense.
-        weight: [O, I], the last axis dense.
+        packed: its weight [O, I], the last axis dense.
 
     Returns:
         [R, O].
     """
-    out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
-    if x.shape[0] == 0:
+    rows, outputs = x.shape[0], packed.weight.shape[0]
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    if rows == 0:
         return out
     residual = None if residual is None else residual.contiguous()
     if tile.split_k == 1:
-        _launch(x, weight, bias, residual, out, tile)
+        _launch(x, packed, residual, out, None, tile)
         return out
-    parts = product_parts(x, weight, tile)
-    block = min(1024, power_of_two(out.shape[1]))
-    _sum_kernel[(out.shape[0], ceil_div(out.shape[1], block))](
-        parts, bias, residual, out, out.shape[0], out.shape[1], PARTS=tile.split_k,
-        BIAS=bias is not None, RESIDUAL=residual is not None, BLOCK=block,
+    parts = torch.empty(tile.split_k, rows, outputs, dtype=torch.float32, device=x.device)
+    if _tiles(rows, outputs, tile) <= packed.counters.numel():
+        _launch(x, packed, residual, out, parts, tile)
+        return out
+    _launch(x, packed, None, None, parts, tile)
+    block = min(1024, power_of_two(outputs))
+    _sum_kernel[(rows, ceil_div(outputs, block))](
+        parts, packed.bias, residual, out, rows, outputs, PARTS=tile.split_k,
+        BIAS=packed.bias is not None, RESIDUAL=residual is not None, BLOCK=block,
+        **launch.options(x.device),
     )  # fmt: skip
     return out
-
-
-def product_parts(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
-    """The parts of x W^T: [S, R, O] float32, whose sum over S is the product."""
-    shape = (tile.split_k, x.shape[0], weight.shape[0])
-    parts = torch.empty(shape, dtype=torch.float32, device=x.device)
-    if x.shape[0]:
-        _launch(x, weight, None, None, parts, tile)
-    return parts
 
 
 def gated_product(
@@ -133,10 +141,20 @@ def gated_product(
             x, weight, bias, out, rows, outputs, inner, x.stride(0), weight.stride(0),
             ACTIVATION=_ACTIVATIONS[activation], BIAS=bias is not None,
             EVEN=inner % tile.inner == 0, BLOCK_O=tile.outputs, BLOCK_M=tile.rows,
-            BLOCK_K=tile.inner, PRECISION=dot_precision(x.dtype),
-            num_warps=tile.warps, num_stages=tile.stages,
+            BLOCK_K=tile.inner, EARLY=_early(tile, inner, 2), PRECISION=dot_precision(x.dtype),
+            num_warps=tile.warps, num_stages=tile.stages, **launch.options(x.device),
         )  # fmt: skip
     return out
+
+
+def best_tile(rows: int, weight: Tensor) -> Tile | None:
+    """The tile of a product of few rows, where our own is the faster one; None: cuBLAS."""
+    return None
+
+
+def best_gated_tile(rows: int, weight: Tensor) -> Tile | None:
+    """The same for `gated_product`; None: a product, then the activation."""
+    return None
 
 
 def tile_for(rows: int, outputs: int, inner: int, itemsize: int, device: torch.device) -> Tile:
@@ -163,58 +181,49 @@ def _stages(rows: int, inner: int, itemsize: int, limit: DeviceLimits) -> int:
     return max(2, min(5, (limit.shared_bytes // 2 - 2048) // (rows * inner * itemsize)))
 
 
+def _early(tile: Tile, inner: int, most: int) -> int:
+    """Turns read early: only where every program has more of them, all whole."""
+    turns = inner // (tile.inner * tile.split_k)
+    whole = turns * tile.inner * tile.split_k == inner
+    return min(tile.early, most) if whole and turns > tile.early else 0
+
+
+def _tiles(rows: int, outputs: int, tile: Tile) -> int:
+    return ceil_div(rows, tile.rows) * ceil_div(outputs, tile.outputs)
+
+
 def _launch(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    packed: Packed,
     residual: Tensor | None,
-    out: Tensor,
+    out: Tensor | None,
+    parts: Tensor | None,
     tile: Tile,
 ) -> None:
+    """Without `out` the parts are left as they are."""
     rows, inner = x.shape
+    weight, bias = packed.weight, packed.bias
     outputs = weight.shape[0]
     grid = (ceil_div(rows, tile.rows), ceil_div(outputs, tile.outputs), tile.split_k)
     _linear_kernel[grid](
-        x, weight, bias, residual, out, rows, outputs, inner, x.stride(0), weight.stride(0),
+        x, weight, bias, residual, out, parts, packed.counters,
+        rows, outputs, inner, x.stride(0), weight.stride(0),
         BIAS=bias is not None, RESIDUAL=residual is not None, EVEN=inner % tile.inner == 0,
         BLOCK_O=tile.outputs, BLOCK_M=tile.rows, BLOCK_K=tile.inner, SPLIT=tile.split_k,
+        JOIN=parts is not None and out is not None, EARLY=_early(tile, inner, 3),
         PRECISION=dot_precision(x.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        **launch.options(x.device),
     )  # fmt: skip
 
 
 @triton.jit
 @no_type_check
-def _linear_kernel(
-    x, weight, bias, residual, out, rows, outputs, inner, x_row, weight_row,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr,
+def _finish(
+    result, bias, residual, out, to, o, inside, outputs, BIAS: tl.constexpr, RESIDUAL: tl.constexpr
 ):  # fmt: skip
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
-    part = tl.program_id(2)
-    k = tl.arange(0, BLOCK_K)
-    # Rows outside repeat the first ones: no mask in the loop, and they are not stored.
-    w_at = weight + (o % outputs).to(tl.int64)[:, None] * weight_row + k[None, :]
-    x_at = x + (m % rows).to(tl.int64)[:, None] * x_row + k[None, :]
-    turns = tl.cdiv(tl.cdiv(inner, BLOCK_K), SPLIT)
-    first = part * turns * BLOCK_K
-    end = tl.minimum(first + turns * BLOCK_K, inner)
-    acc = tl.zeros([BLOCK_O, BLOCK_M], dtype=tl.float32)
-    for at in range(first, end, BLOCK_K):
-        if EVEN:
-            w = tl.load(w_at + at, eviction_policy="evict_first")
-            rows_of_x = tl.load(x_at + at, eviction_policy="evict_last")
-        else:
-            inside = (at + k < inner)[None, :]
-            w = tl.load(w_at + at, mask=inside, other=0.0, eviction_policy="evict_first")
-            rows_of_x = tl.load(x_at + at, mask=inside, other=0.0, eviction_policy="evict_last")
-        acc = tl.dot(w, tl.trans(rows_of_x), acc, input_precision=PRECISION)
-    inside = (m < rows)[:, None] & (o < outputs)[None, :]
-    result = tl.trans(acc)
+    """Bias, residual, store; `result` is [rows, outputs] float32."""
     if BIAS:
         result += tl.load(bias + o, mask=o < outputs, other=0.0).to(tl.float32)[None, :]
-    to = (part.to(tl.int64) * rows + m)[:, None] * outputs + o[None, :]
     if RESIDUAL:
         result = result.to(out.dtype.element_ty).to(tl.float32)
         result += tl.load(residual + to, mask=inside, other=0.0).to(tl.float32)
@@ -223,10 +232,86 @@ def _linear_kernel(
 
 @triton.jit
 @no_type_check
+def _linear_kernel(
+    x, weight, bias, residual, out, parts, counters,
+    rows, outputs, inner, x_row, weight_row,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
+    JOIN: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+    part = tl.program_id(2)
+    k = tl.arange(0, BLOCK_K)
+    turns = tl.cdiv(tl.cdiv(inner, BLOCK_K), SPLIT)
+    first = part * turns * BLOCK_K
+    end = tl.minimum(first + turns * BLOCK_K, inner)
+    # Outputs outside repeat the first ones: no mask in the loop, and they are not stored.
+    w_at = weight + (o % outputs).to(tl.int64)[:, None] * weight_row + k[None, :]
+    own = m < rows  # a masked row is no traffic
+    x_at = x + m.to(tl.int64)[:, None] * x_row + k[None, :]
+    launch.release(PDL)
+    if EARLY > 0:  # on their way into registers while the kernels in front end
+        w_0 = tl.load(w_at + first, eviction_policy="evict_first")
+    if EARLY > 1:
+        w_1 = tl.load(w_at + first + BLOCK_K, eviction_policy="evict_first")
+    if EARLY > 2:
+        w_2 = tl.load(w_at + first + 2 * BLOCK_K, eviction_policy="evict_first")
+    launch.wait(PDL)
+    if EARLY > 0:
+        x_0 = tl.load(x_at + first, mask=own[:, None], other=0.0)
+    if EARLY > 1:
+        x_1 = tl.load(x_at + first + BLOCK_K, mask=own[:, None], other=0.0)
+    if EARLY > 2:
+        x_2 = tl.load(x_at + first + 2 * BLOCK_K, mask=own[:, None], other=0.0)
+    acc = tl.zeros([BLOCK_O, BLOCK_M], dtype=tl.float32)
+    for at in range(first + EARLY * BLOCK_K, end, BLOCK_K):
+        if EVEN:
+            w = tl.load(w_at + at, eviction_policy="evict_first")
+            rows_of_x = tl.load(x_at + at, mask=own[:, None], other=0.0)
+        else:
+            inside = (at + k < inner)[None, :]
+            w = tl.load(w_at + at, mask=inside, other=0.0, eviction_policy="evict_first")
+            rows_of_x = tl.load(x_at + at, mask=inside & own[:, None], other=0.0)
+        acc = tl.dot(w, tl.trans(rows_of_x), acc, input_precision=PRECISION)
+    if EARLY > 0:
+        acc = tl.dot(w_0, tl.trans(x_0), acc, input_precision=PRECISION)
+    if EARLY > 1:
+        acc = tl.dot(w_1, tl.trans(x_1), acc, input_precision=PRECISION)
+    if EARLY > 2:
+        acc = tl.dot(w_2, tl.trans(x_2), acc, input_precision=PRECISION)
+    inside = own[:, None] & (o < outputs)[None, :]
+    result = tl.trans(acc)
+    to = m.to(tl.int64)[:, None] * outputs + o[None, :]
+    if SPLIT == 1:
+        _finish(result, bias, residual, out, to, o, inside, outputs, BIAS, RESIDUAL)
+    else:
+        stride = tl.cast(rows, tl.int64) * outputs
+        tl.store(parts + part * stride + to, result, mask=inside)
+    if JOIN:
+        # Every thread's stores come before the count, and the count before the loads of the last program.
+        tl.debug_barrier()
+        counter = counters + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if before == SPLIT - 1:
+            tl.store(counter, 0)  # ready for the next launch
+            tl.debug_barrier()
+            total = tl.zeros([BLOCK_M, BLOCK_O], dtype=tl.float32)
+            for s in range(SPLIT):
+                total += tl.load(
+                    parts + s * stride + to, mask=inside, other=0.0, cache_modifier=".cg"
+                )
+            _finish(total, bias, residual, out, to, o, inside, outputs, BIAS, RESIDUAL)
+
+
+@triton.jit
+@no_type_check
 def _sum_kernel(
     parts, bias, residual, out, rows, outputs,
     PARTS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    launch.start(PDL)
     row = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = o < outputs
@@ -246,29 +331,49 @@ def _sum_kernel(
 def _gated_kernel(
     x, weight, bias, out, rows, outputs, inner, x_row, weight_row,
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     k = tl.arange(0, BLOCK_K)
     gate_at = weight + (o % outputs).to(tl.int64)[:, None] * weight_row + k[None, :]
     up_at = gate_at + tl.cast(outputs, tl.int64) * weight_row
-    x_at = x + (m % rows).to(tl.int64)[:, None] * x_row + k[None, :]
+    own = m < rows
+    x_at = x + m.to(tl.int64)[:, None] * x_row + k[None, :]
+    launch.release(PDL)
+    if EARLY > 0:  # on their way into registers while the kernels in front end
+        gate_0 = tl.load(gate_at, eviction_policy="evict_first")
+        up_0 = tl.load(up_at, eviction_policy="evict_first")
+    if EARLY > 1:
+        gate_1 = tl.load(gate_at + BLOCK_K, eviction_policy="evict_first")
+        up_1 = tl.load(up_at + BLOCK_K, eviction_policy="evict_first")
+    launch.wait(PDL)
+    if EARLY > 0:
+        x_0 = tl.load(x_at, mask=own[:, None], other=0.0)
+    if EARLY > 1:
+        x_1 = tl.load(x_at + BLOCK_K, mask=own[:, None], other=0.0)
     gate = tl.zeros([BLOCK_O, BLOCK_M], dtype=tl.float32)
     up = tl.zeros([BLOCK_O, BLOCK_M], dtype=tl.float32)
-    for at in range(0, inner, BLOCK_K):
+    for at in range(EARLY * BLOCK_K, inner, BLOCK_K):
         if EVEN:
             gate_w = tl.load(gate_at + at, eviction_policy="evict_first")
             up_w = tl.load(up_at + at, eviction_policy="evict_first")
-            rows_of_x = tl.load(x_at + at, eviction_policy="evict_last")
+            rows_of_x = tl.load(x_at + at, mask=own[:, None], other=0.0)
         else:
             inside = (at + k < inner)[None, :]
             gate_w = tl.load(gate_at + at, mask=inside, other=0.0, eviction_policy="evict_first")
             up_w = tl.load(up_at + at, mask=inside, other=0.0, eviction_policy="evict_first")
-            rows_of_x = tl.load(x_at + at, mask=inside, other=0.0, eviction_policy="evict_last")
+            rows_of_x = tl.load(x_at + at, mask=inside & own[:, None], other=0.0)
         columns = tl.trans(rows_of_x)
         gate = tl.dot(gate_w, columns, gate, input_precision=PRECISION)
         up = tl.dot(up_w, columns, up, input_precision=PRECISION)
+    if EARLY > 0:
+        gate = tl.dot(gate_0, tl.trans(x_0), gate, input_precision=PRECISION)
+        up = tl.dot(up_0, tl.trans(x_0), up, input_precision=PRECISION)
+    if EARLY > 1:
+        gate = tl.dot(gate_1, tl.trans(x_1), gate, input_precision=PRECISION)
+        up = tl.dot(up_1, tl.trans(x_1), up, input_precision=PRECISION)
     if BIAS:
         gate += tl.load(bias + o, mask=o < outputs, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias + outputs + o, mask=o < outputs, other=0.0).to(tl.float32)[:, None]
@@ -276,6 +381,6 @@ def _gated_kernel(
     # Rounded as the product would have been, so that fused and separate give the same.
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     result = tl.trans(activate(gate, ACTIVATION) * up)
-    inside = (m < rows)[:, None] & (o < outputs)[None, :]
+    inside = own[:, None] & (o < outputs)[None, :]
     to = m.to(tl.int64)[:, None] * outputs + o[None, :]
     tl.store(out + to, result.to(dtype), mask=inside)

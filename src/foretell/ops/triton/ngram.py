@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foretell.ops.triton import launch
 from foretell.ops.triton.device import dense_rows, power_of_two
 
 _BLOCK = 1024
@@ -36,12 +37,13 @@ def draft(
     text: Tensor,
     rows: Tensor,
     length: Tensor,
+    keys: int,
     depths: Tensor,
     spine: Tensor,
     shortest: int,
     longest: int,
 ) -> Tensor:
-    """The tokens after the match, on the tree's spine.
+    """The tokens after the match, on the tree's spine; see the reference. `keys` is not needed.
 
     Args:
         text: [S, L] int32, committed tokens of all slots.
@@ -81,6 +83,7 @@ def _launch(
         text.stride(0), text.shape[1], nodes,
         SHORTEST=shortest, LONGEST=longest, INDEXED=rows is not None, FILL=tokens is not None,
         NODES=power_of_two(nodes), BLOCK=_BLOCK, num_warps=8,
+        **launch.options(text.device),
     )  # fmt: skip
 
 
@@ -90,8 +93,10 @@ def _ngram_kernel(
     text, rows, lengths, start, depths, spine, tokens, text_row, width, nodes,
     SHORTEST: tl.constexpr, LONGEST: tl.constexpr, INDEXED: tl.constexpr, FILL: tl.constexpr,
     NODES: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A place scores (tokens that match, place); the greatest score is the longest match, and of those the latest."""
+    launch.start(PDL)
     request = tl.program_id(0).to(tl.int64)
     row = request
     if INDEXED:

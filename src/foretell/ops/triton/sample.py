@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foretell.ops.triton import launch
 from foretell.ops.triton.device import ceil_div, limits, power_of_two
 
 _SPLIT_BLOCK = 2048
@@ -47,7 +48,12 @@ def gumbel(key: Tensor, ids: Tensor) -> Tensor:
     out = torch.empty(*key.shape[:-1], width, dtype=torch.float32, device=key.device)
     block = min(1024, power_of_two(width))
     _gumbel_kernel[(rows, ceil_div(width, block))](
-        key.contiguous(), ids.contiguous(), out, width, BLOCK=block
+        key.contiguous(),
+        ids.contiguous(),
+        out,
+        width,
+        BLOCK=block,
+        **launch.options(key.device),
     )
     return out
 
@@ -72,6 +78,7 @@ def sample(
     stream: int = 0,
     filtered: bool = False,
     ids: Tensor | None = None,
+    targets: Tensor | None = None,
 ) -> Tensor:
     """Draw from the law of every row: divide by the temperature, filter, add the stream's noise, take the best.
 
@@ -82,16 +89,19 @@ def sample(
         stream: number of the stream (`spec.noise.Stream`).
         filtered: whether some row has top_k, top_p or min_p; if not they are not looked at.
         ids: [V] int32, token id of each column, for the noise; None: 0 .. V - 1.
+        targets: [V] int64, what is returned for each column; None: the column.
 
     Returns:
-        [B, N] int64, the column drawn; -1 where the logits hold a NaN or nothing finite.
+        [B, N] int64, what was drawn; -1 where the logits hold a NaN or nothing finite.
     """
     rows, nodes, width = logits.shape
     flat = logits.reshape(rows * nodes, width)
     if laws is not None and filtered:
         out = _filtered(flat, nodes, laws, positions.contiguous(), stream, ids)
+        if targets is not None:
+            out = torch.where(out >= 0, targets[out.clamp(min=0)], -1)
     else:
-        out = _plain(flat, nodes, laws, positions.contiguous(), stream, ids)
+        out = _plain(flat, nodes, laws, positions.contiguous(), stream, ids, targets)
     return out.view(rows, nodes)
 
 
@@ -102,6 +112,7 @@ def _plain(
     positions: Tensor | None,
     stream: int,
     ids: Tensor | None,
+    targets: Tensor | None = None,
 ) -> Tensor:
     rows, width = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -118,8 +129,12 @@ def _plain(
         positions, ids, logits.stride(0), width, nodes, splits, tiles,
         STREAM=stream, SAMPLED=laws is not None, MAPPED=ids is not None, BLOCK=_SPLIT_BLOCK,
         num_warps=8,
+        **launch.options(logits.device),
     )  # fmt: skip
-    _join_kernel[(rows,)](best, place, out, splits, BLOCK=power_of_two(splits), num_warps=1)
+    _join_kernel[(rows,)](
+        best, place, targets, out, splits, MAPPED=targets is not None,
+        BLOCK=power_of_two(splits), num_warps=1, **launch.options(logits.device),
+    )  # fmt: skip
     return out
 
 
@@ -134,6 +149,7 @@ def _filtered(
             positions, ids, logits.stride(0), width, nodes,
             STREAM=stream, MAPPED=ids is not None,
             BLOCK=min(_FILTER_BLOCK, power_of_two(width)), num_warps=16,
+            **launch.options(logits.device),
         )  # fmt: skip
     return out
 
@@ -185,7 +201,15 @@ def _gumbel(first, second, ids):
 
 @triton.jit
 @no_type_check
-def _gumbel_kernel(key, ids, out, width, BLOCK: tl.constexpr):
+def _gumbel_kernel(
+    key,
+    ids,
+    out,
+    width,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    launch.start(PDL)
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < width
@@ -218,8 +242,10 @@ def _part_kernel(
     logits, best, place_of_best, seeds, temperatures, positions, ids,
     row_stride, width, nodes, splits, tiles,
     STREAM: tl.constexpr, SAMPLED: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The best score of one part of one row and where it is; NaN if the part holds one."""
+    launch.start(PDL)
     split = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     logits += row * row_stride
@@ -254,7 +280,11 @@ def _part_kernel(
 
 @triton.jit
 @no_type_check
-def _join_kernel(best, place_of_best, out, splits, BLOCK: tl.constexpr):
+def _join_kernel(
+    best, place_of_best, targets, out, splits,
+    MAPPED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch.start(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK)
     inside = split < splits
@@ -264,7 +294,10 @@ def _join_kernel(best, place_of_best, out, splits, BLOCK: tl.constexpr):
     peak = tl.max(tl.where(top != top, float("-inf"), top), 0)
     lowest = tl.min(tl.where(top == peak, where, 2147483647), 0)
     sound = (sick == 0) & (peak > float("-inf")) & (peak < float("inf"))
-    tl.store(out + row, tl.where(sound, lowest, -1).to(tl.int64))
+    drawn = tl.where(sound, lowest, -1).to(tl.int64)
+    if MAPPED:
+        drawn = tl.load(targets + drawn, mask=sound, other=-1)
+    tl.store(out + row, drawn)
 
 
 @triton.jit
@@ -335,8 +368,10 @@ def _filter_kernel(
     logits, out, seeds, temperatures, top_ks, top_ps, min_ps, positions, ids,
     row_stride, width, nodes,
     STREAM: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One row. What is kept: tokens above `limit`, and the first `kept_ties` of those equal to it."""
+    launch.start(PDL)
     row = tl.program_id(0).to(tl.int64)
     request = row // nodes
     logits += row * row_stride
@@ -417,7 +452,8 @@ def _filter_kernel(
     peak = tl.max(top, 0)
     lowest = tl.min(tl.where(top == peak, where, 2147483647), 0)
     sound = sound & (peak > float("-inf"))
-    tl.store(out + row, tl.where(sound, lowest, -1).to(tl.int64))
+    drawn = tl.where(sound, lowest, -1).to(tl.int64)
+    tl.store(out + row, drawn)
 
 
 @triton.jit

@@ -1,25 +1,9 @@
-"""The operations of a CUDA device: Triton kernels, and cuBLAS for the matrix products."""
+"""The operations of a CUDA device: Triton kernels, and cuBLAS for products where it is faster than our own."""
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from foretell.ops.reference import linear
 from foretell.ops.table import OpTable
-from foretell.ops.triton import attention, layers, sample
-
-
-def linear_onto(x: Tensor, packed: linear.Packed, residual: Tensor | None = None) -> Tensor:
-    """x W^T + b, or that added onto the residual in place: one kernel and no copy. See `reference.linear.linear`."""
-    if residual is None or packed.bias is not None:
-        return linear.linear(x, packed, residual)
-    return residual.addmm_(x, packed.weight.T)
-
-
-def gated(x: Tensor, packed: linear.Packed, activation: str) -> Tensor:
-    """act(gate(x)) * up(x): one product, one kernel. See `reference.linear.gated`."""
-    return layers.act_mul(linear.linear(x, packed), activation)
-
+from foretell.ops.triton import attention, experts, layers, linear, ngram, rows, sample, verify
 
 CUDA = OpTable(
     embed=layers.embed,
@@ -30,9 +14,19 @@ CUDA = OpTable(
     act_mul=layers.act_mul,
     repacks=linear.repacks,
     pack_linear=linear.pack_linear,
-    linear=linear_onto,
-    gated=gated,
-    pack_experts=linear.pack_experts,
-    experts=linear.experts,
+    linear=linear.linear,
+    gated=linear.gated,
+    pack_experts=experts.pack_experts,
+    experts=experts.experts,
     argmax=sample.argmax_checked,
+    angles=layers.angles,
+    gather=rows.gather,
+    decide=verify.decide,
+    keep_features=verify.keep_features,
+    kv_pages=verify.kv_pages,
+    move_kv=verify.move_kv,
+    place=rows.place,
+    last_rows=rows.last_rows,
+    ngram=ngram.draft,
+    draw=sample.sample,
 )

@@ -16,47 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foretell.ops.meta import LayerKV
+from foretell.ops.meta import LayerKV, SlotArrays
+from foretell.ops.reference.verify import Decision, Drafted
+from foretell.ops.triton import launch
 from foretell.ops.triton.device import ceil_div, dense_rows, power_of_two
-
-
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """The nodes under verification and the target's samples after them."""
-
-    tokens: Tensor  # [B, N] int64, -1 matches nothing
-    sample: Tensor  # [B, N] int64, -1 where logits were not finite
-    parents: Tensor  # [B or 1, N] int64, the root's is 0
-    depths: Tensor  # [B or 1, N] int64
-    bits: Tensor  # [B or 1, N] int64, ancestors and self
-    depth: int  # D, greatest depth
-
-
-@dataclass(frozen=True, slots=True)
-class SlotArrays:
-    """The arrays of all slots that a commit reads and writes."""
-
-    tokens: Tensor  # [S, L] int32
-    length: Tensor  # [S] int64
-    limit: Tensor  # [S] int64
-    live: Tensor  # [S] bool
-    stop: Tensor  # [S, E] int64, -1 = none
-    blocks: Tensor  # [S, M] int32
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What `decide` found, besides what it wrote into the slots."""
-
-    path: Tensor  # [B, D + 1] int64, accepted nodes; repeats the last one below its depth
-    tokens: Tensor  # [B, D + 1] int64, sample after each node of the path
-    count: Tensor  # [B] int64, tokens committed; 0 for rows that were not live
-    reason: Tensor  # [B] int64: 0 running, 1 stopped, 2 full, 3 broken
-    drafted: Tensor  # [B] int64, draft tokens verified
-    accepted: Tensor  # [B] int64, how many of the committed tokens were drafted
-    start: Tensor  # [B] int64, length before the commit
-    source: Tensor  # [B, D + 1] int64, flat KV slots to move from ...
-    target: Tensor  # [B, D + 1] int64, ... and to; both 0 where nothing moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +31,7 @@ class KVPointers:
     layers: tuple[LayerKV, ...]  # keeps the memory alive
 
 
-def kv_pointers(layers: Sequence[LayerKV]) -> KVPointers:
+def kv_pages(layers: Sequence[LayerKV]) -> KVPointers:
     """The addresses of equally shaped layers."""
     first = layers[0].k
     pages = [page for layer in layers for page in (layer.k, layer.v)]
@@ -97,17 +60,15 @@ def accept_match(
         _accept_kernel[(rows,)](
             draft.contiguous(), sample.contiguous(), *shape, best,
             *(_row_stride(t) for t in shape), nodes, NODES=power_of_two(nodes), num_warps=1,
+            **launch.options(draft.device),
         )  # fmt: skip
     return best
 
 
-def decide(drafted: Drafted, slots: SlotArrays, rows: Tensor, block_size: int) -> Decision:
-    """Accept, commit, and say which KV rows must move.
-
-    Args:
-        rows: [B] int64, the slot of each request; a slot may be named twice only if it is not live.
-        block_size: entries of a KV block.
-    """
+def decide(
+    drafted: Drafted, slots: SlotArrays, rows: Tensor, block_size: int, moves: bool
+) -> Decision:
+    """Accept, commit, and say which KV rows must move; see the reference."""
     count, nodes = drafted.tokens.shape
     width = drafted.depth + 1
     shape = [dense_rows(t) for t in (drafted.parents, drafted.depths, drafted.bits)]
@@ -122,40 +83,35 @@ def decide(drafted: Drafted, slots: SlotArrays, rows: Tensor, block_size: int) -
             slots.blocks.stride(0), count, nodes, width, slots.stop.shape[1],
             NODES=power_of_two(nodes), WIDTH=power_of_two(width),
             STOPS=power_of_two(slots.stop.shape[1]), BLOCK_SIZE=block_size, num_warps=1,
+            **launch.options(rows.device),
         )  # fmt: skip
     path, tokens, source, target = wide.unbind()
     committed, reason, proposed, accepted, start = narrow.unbind()
     return Decision(
         path=path, tokens=tokens, count=committed, reason=reason, drafted=proposed,
-        accepted=accepted, start=start, source=source, target=target,
+        accepted=accepted, start=start, moves=(source, target) if moves else None,
     )  # fmt: skip
 
 
-def keep_features(features: Tensor, decision: Decision, rows: Tensor, feature: Tensor) -> Tensor:
-    """Features along the accepted path; that of the last committed token also goes to the slots.
-
-    Args:
-        features: [B, N, F].
-        rows: [B] int64 slots.
-        feature: [S, F], written.
-
-    Returns:
-        [B, D + 1, F].
-    """
-    count, width = decision.path.shape
+def keep_features(
+    features: Tensor, path: Tensor, count: Tensor, rows: Tensor, feature: Tensor
+) -> Tensor:
+    """Features along the accepted path; that of the last committed token also goes to the slots. See the reference."""
+    requests, width = path.shape
     size = features.shape[-1]
-    out = torch.empty(count, width, size, dtype=features.dtype, device=features.device)
+    out = torch.empty(requests, width, size, dtype=features.dtype, device=features.device)
     block = min(2048, power_of_two(size))
-    if count:
+    if requests:
         features = features.contiguous()
-        _feature_kernel[(count, width, ceil_div(size, block))](
-            features, decision.path, decision.count, rows, feature, out,
+        _feature_kernel[(requests, width, ceil_div(size, block))](
+            features, path.contiguous(), count.contiguous(), rows, feature, out,
             features.stride(0), feature.stride(0), width, size, BLOCK=block,
+            **launch.options(features.device),
         )  # fmt: skip
     return out
 
 
-def move_kv(pointers: KVPointers, source: Tensor, target: Tensor) -> None:
+def move_kv(pages: KVPointers, source: Tensor, target: Tensor) -> None:
     """Copy KV rows from one flat slot to another in every layer; one launch.
 
     Args:
@@ -166,10 +122,11 @@ def move_kv(pointers: KVPointers, source: Tensor, target: Tensor) -> None:
     if rows == 0:
         return
     moves = power_of_two(width)
-    block = max(16, min(power_of_two(pointers.width), 8192 // moves))
-    _move_kernel[(rows, pointers.addresses.shape[0], ceil_div(pointers.width, block))](
-        pointers.addresses, source.contiguous(), target.contiguous(), width, pointers.width,
+    block = max(16, min(power_of_two(pages.width), 8192 // moves))
+    _move_kernel[(rows, pages.addresses.shape[0], ceil_div(pages.width, block))](
+        pages.addresses, source.contiguous(), target.contiguous(), width, pages.width,
         MOVES=moves, BLOCK=block,
+        **launch.options(source.device),
     )  # fmt: skip
 
 
@@ -199,7 +156,9 @@ def _best_node(draft, sample, parents, depth, bits, node, inside):
 def _accept_kernel(
     draft, sample, parents, depths, bits, best, parents_row, depths_row, bits_row, nodes,
     NODES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    launch.start(PDL)
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     inside = node < nodes
@@ -220,7 +179,9 @@ def _decide_kernel(
     parents_row, depths_row, bits_row, text_row, stop_row, table_row,
     count, nodes, width, stop_count,
     NODES: tl.constexpr, WIDTH: tl.constexpr, STOPS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    launch.start(PDL)
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     inside = node < nodes
@@ -295,7 +256,9 @@ def _decide_kernel(
 def _feature_kernel(
     features, path, count, rows, feature, out, features_row, feature_row, width, size,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    launch.start(PDL)
     request = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1)
     at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -310,7 +273,17 @@ def _feature_kernel(
 
 @triton.jit
 @no_type_check
-def _move_kernel(addresses, source, target, width, words, MOVES: tl.constexpr, BLOCK: tl.constexpr):
+def _move_kernel(
+    addresses,
+    source,
+    target,
+    width,
+    words,
+    MOVES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    launch.start(PDL)
     request = tl.program_id(0).to(tl.int64)
     move = tl.arange(0, MOVES)
     origin = tl.load(source + request * width + move, mask=move < width, other=0)
