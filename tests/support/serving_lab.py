@@ -54,6 +54,7 @@ def tiny_llm(
         "max_num_batched_tokens": 256,
         "kv_cache_memory_bytes": 64 << 20,
         "model": MODEL,
+        "adaptive": False,  # always the same tree: counts in tests are exact
     }
     settings.update(config)
     full = EngineConfig(**settings)  # type: ignore[arg-type]

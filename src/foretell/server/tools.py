@@ -83,26 +83,24 @@ class ReasoningReader:
     _held: str = ""
     _begun: bool = False
     _done: bool = False
+    _start: bool = False  # line ends at the start of a part belong to the sign before it
 
     def read(self, text: str) -> Found:
         """See Reader."""
-        if self._done:
-            return self.rest.read(text)
         self._held += text
-        if not self._begun:
-            if not self._begin():
-                return Found()
-            if self._free:
-                return self._rest("")
+        if not self._begun and not self._begin():
+            return Found()
+        self._drop_line_ends()
+        if self._done:
+            return self._pass()
         before, sign, after = self._held.partition(END_THINK)
         if sign:
-            self._done, self._held = True, ""
-            return Found(reasoning=before).plus(self._rest(after.lstrip("\n")))
-        size = overlap(self._held, END_THINK)
-        ready, self._held = (
-            self._held[: len(self._held) - size],
-            self._held[len(self._held) - size :],
-        )
+            self._done = self._start = True
+            self._held = after
+            self._drop_line_ends()
+            return Found(reasoning=before).plus(self._pass())
+        cut = len(self._held) - overlap(self._held, END_THINK)
+        ready, self._held = self._held[:cut], self._held[cut:]
         return Found(reasoning=ready)
 
     def end(self) -> Found:
@@ -114,10 +112,6 @@ class ReasoningReader:
             return Found(reasoning=held)
         return self.rest.read(held).plus(self.rest.end())
 
-    @property
-    def _free(self) -> bool:
-        return self._done
-
     def _begin(self) -> bool:
         """Whether it is known if the answer starts with thoughts."""
         text = self._held.lstrip()
@@ -125,14 +119,19 @@ class ReasoningReader:
             return False
         self._begun = True
         if text.startswith(THINK):
-            self._held = text[len(THINK) :].lstrip("\n")
+            self._held, self._start = text[len(THINK) :], True
         elif not self.thinking:
             self._done = True
         return True
 
-    def _rest(self, text: str) -> Found:
+    def _drop_line_ends(self) -> None:
+        if self._start:
+            self._held = self._held.lstrip("\n")
+            self._start = not self._held
+
+    def _pass(self) -> Found:
         held, self._held = self._held, ""
-        return self.rest.read(held + text)
+        return self.rest.read(held) if held else Found()
 
 
 @dataclass(slots=True)
