@@ -214,6 +214,8 @@ class ScriptedConfig:
     vocab_size: int
     max_position: int = 512
     eos_token_ids: tuple[int, ...] = (EOS,)
+    hidden_size: int = 2
+    intermediate_size: int = 4
 
 
 class ScriptedTarget(torch.nn.Module):

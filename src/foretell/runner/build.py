@@ -13,7 +13,8 @@ import torch
 from foretell.config import EngineConfig, checkpoint_of
 from foretell.model.decoder import Decoder
 from foretell.runner.kv import KVPool
-from foretell.runner.memory import available_bytes, weights_bytes
+from foretell.runner.memory import device_bytes, drafter_bytes, weights_bytes
+from foretell.runner.memory_plan import MemoryPlan, Model, Shape, explain, make_plan
 from foretell.runner.runner import Runner
 from foretell.runner.slots import STOP_IDS, Slots, SlotSizes
 from foretell.runner.step import CATCH_UP, Device
@@ -28,6 +29,7 @@ from foretell.spec.vocabulary import Tokenizer
 
 log = logging.getLogger("foretell")
 
+GRAPHS = 24  # that a run captures, about: a few buckets of rows, of trees and of kinds of sampling
 LARGEST_CPU_POOL = 4 << 30  # bytes of KV that an unconfigured CPU engine takes at most
 
 
@@ -93,7 +95,7 @@ def assemble(config: EngineConfig, parts: Parts, tokenizer: Tokenizer | None) ->
     tree = static_tree(config.speculation) if parts.tree is None else parts.tree
     trees = ladder(tree, parts.grows) if config.adapts else tuple(dict.fromkeys((chain(0), tree)))
     tail = max(tree.nodes, parts.scratch)
-    max_model_len, blocks = _pool(config, parts, tail)
+    max_model_len, blocks = _pool(config, parts, tree)
     drafted_length = _drafted_length(config, parts, max_model_len)
     device = target.device
     kv = KVPool(
@@ -162,41 +164,62 @@ def _drafted_length(config: EngineConfig, parts: Parts, max_model_len: int) -> i
     return min(own, max_model_len)
 
 
-def _pool(config: EngineConfig, parts: Parts, tail: int) -> tuple[int, int]:
-    """(max_model_len, blocks of the KV pool, the null block included).
+def _pool(config: EngineConfig, parts: Parts, tree: Tree) -> tuple[int, int]:
+    """(max_model_len, blocks of the KV pool, the null block included)."""
+    asked, most = config.max_model_len, parts.target.config.max_position
+    if asked is not None and asked > most:
+        raise ValueError(
+            f"User-specified max_model_len ({asked}) is greater than the derived max_model_len "
+            f"({most}), the longest text that the model was made for; lower it"
+        )
+    plan = plan_of(config, parts, tree)
+    if not plan.works:
+        raise ValueError(explain(plan))
+    return plan.division.longest, plan.division.blocks
 
-    Args:
-        tail: key indices past the committed text that one step may touch.
-    """
-    size = config.block_size
-    spec, draft = KVSpec(*parts.target.kv_shape), parts.drafter.kv
-    per_token = spec.bytes_per_token(parts.target.dtype.itemsize)
-    if draft is not None:
-        per_token += draft.bytes_per_token(parts.draft_dtype.itemsize)
-    memory = config.kv_cache_memory_bytes
-    if memory is None:
-        memory = available_bytes(parts.target.device, config.gpu_memory_utilization)
-        if parts.target.device.type == "cpu":
-            memory = min(memory, LARGEST_CPU_POOL)
-    longest = config.max_model_len or parts.target.config.max_position
-    if longest > parts.target.config.max_position:
-        raise ValueError(
-            f"User-specified max_model_len ({longest}) is greater than the derived max_model_len "
-            f"({parts.target.config.max_position}), the longest text that the model was made for; lower it"
-        )
-    slack = 2 * tail + size
-    fits = memory // (per_token * size)
-    needed = config.max_num_seqs * (-(-(longest + slack) // size)) + 1
-    blocks = min(fits, needed)
-    room = (blocks - 1) * size - slack
-    if config.max_model_len is None:
-        longest = min(longest, room)
-    if longest < 1 or room < longest:
-        longest = max(longest, 1)
-        raise ValueError(
-            f"max_model_len={longest} needs {(longest + slack) * per_token / 2**20:.1f} MiB of KV cache, but "
-            f"{max(memory, 0) / 2**20:.1f} MiB are left beside {weights_bytes(parts.target) / 2**20:.0f} MiB of "
-            "weights; lower max_model_len, raise gpu_memory_utilization or kv_cache_memory_bytes, use a smaller "
-            "draft model or fewer num_speculative_tokens"
-        )
-    return longest, blocks
+
+def plan_of(config: EngineConfig, parts: Parts, tree: Tree) -> MemoryPlan:
+    """What the loaded models and the configuration leave for KV on this device."""
+    target, drafter = parts.target, parts.drafter
+    weights = Model(
+        "weights of the target",
+        weights_bytes(target),
+        KVSpec(*target.kv_shape),
+        target.dtype.itemsize,
+    )
+    draft = Model(
+        "weights of the drafter",
+        drafter_bytes(drafter),
+        drafter.kv,
+        parts.draft_dtype.itemsize,
+    )
+    on_cpu = target.device.type == "cpu"
+    shape = Shape(
+        hidden=target.config.hidden_size,
+        inner=target.config.intermediate_size,
+        vocabulary=target.config.vocab_size,
+        itemsize=target.dtype.itemsize,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        nodes=tree.nodes,
+        depth=tree.depth,
+        scratch=parts.scratch,
+        features=target.feature_width(drafter.features),
+        laws=parts.draws and Acceptance(config.acceptance) is Acceptance.REJECTION,
+        graphs=0 if on_cpu or config.enforce_eager else GRAPHS,
+    )
+    total, used = device_bytes(target.device)
+    loaded = weights.bytes + draft.bytes
+    return make_plan(
+        weights,
+        draft,
+        shape,
+        total=total + loaded if on_cpu else total,  # of a host, what it can still give
+        utilization=config.gpu_memory_utilization,
+        asked=config.max_model_len,
+        most=target.config.max_position,
+        taken=max(used - loaded, 0),
+        kv_bytes=config.kv_cache_memory_bytes,
+        largest_pool=LARGEST_CPU_POOL if on_cpu else None,
+    )

@@ -7,13 +7,27 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from foretell.spec.chained import ChainedDrafter
 
-def available_bytes(device: torch.device, utilization: float) -> int:
-    """Bytes that may still be allocated: the share `utilization` of the device's memory, less what is in use."""
+
+def device_bytes(device: torch.device) -> tuple[int, int]:
+    """(bytes of the device, bytes of them that are in use); of a host, what it can still give, and 0."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return int(total * utilization) - (total - free)
-    return int(_host_available() * utilization)
+        return total, total - free
+    return _host_available(), 0
+
+
+def drafter_bytes(drafter: object) -> int:
+    """Bytes of the weights that a drafter brings: those of the modules it holds, directly or one step down."""
+    held = [value for part in (drafter, *_parts(drafter)) for value in vars(part).values()]
+    modules = {id(value): value for value in held if isinstance(value, nn.Module)}
+    return sum(weights_bytes(module) for module in modules.values())
+
+
+def _parts(drafter: object) -> list[object]:
+    """The drafters that a chain is made of."""
+    return [drafter.free, drafter.trained] if isinstance(drafter, ChainedDrafter) else []
 
 
 def weights_bytes(model: nn.Module) -> int:
