@@ -231,6 +231,26 @@ def test_a_server_that_is_not_there_is_one_line(run: Callable[..., Any], prompt_
 # Simulation.
 
 
+def test_steps_are_measured_and_simulated(
+    run: Callable[..., Any], engines: TinyEngines, prompt_file: str, tmp_path: Path
+) -> None:
+    out = str(tmp_path / "steps.json")
+    found = last(
+        run(
+            *("bench", "steps", "--speculate-model", "d", "--spec-tokens", "3", "--out", out),
+            *("--prompts", prompt_file, "--batches", "1,2", "--max-tokens", "50"),
+        )
+    )
+    assert {(r["requests"], r["nodes"]) for r in found["rows"]} >= {(1, 1), (1, 4), (2, 1), (2, 4)}
+    predicted = last(
+        run(
+            *("bench", "simulate", "--costs", out, "--rate", "3", "--requests", "20"),
+            *("--lengths", "16:16", "--accepted", "2.0"),
+        )
+    )
+    assert predicted["rows"][0]["requests"] == 20
+
+
 @pytest.fixture
 def costs_file(tmp_path: Path) -> str:
     steps = StepCosts((chain(0), chain(3)))

@@ -193,7 +193,10 @@ def asked_variant(engine: EngineOptions) -> Variant:
         config.setdefault("model", model)
     if count is not None:
         config.setdefault("num_speculative_tokens", count)
-    return given_variant(config, bool(config.get("adaptive", True)))
+    chosen = config.get("adaptive")
+    if chosen is None:  # as the engine decides it
+        chosen = config.get("acceptance", "match") == "match"
+    return given_variant(config, bool(chosen))
 
 
 def opener(engine: EngineOptions, one_engine: bool = True) -> Opener:
