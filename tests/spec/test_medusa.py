@@ -112,3 +112,24 @@ def test_a_tree_deeper_than_the_heads_is_refused_with_both_numbers() -> None:
     with pytest.raises(ValueError, match=r"depth 4 .* has 3"):
         oracle(3).check_tree(chain(4))
     oracle(4).check_tree(chain(4))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_packed_output_layers_give_the_logits_of_plain_ones(shared: bool) -> None:
+    """In bf16, where a CPU wants another layout: equal to what is multiplied plainly, and held once."""
+    torch.manual_seed(4)
+    count = 1 if shared else 3
+    weight = torch.randn(3, 1, V, V).bfloat16() / V
+    output = torch.randn(count, 96, V).bfloat16()
+    plain, packed = (MedusaHeads(weight, None, output.clone(), scale=0.5) for _ in range(2))
+    packed.pack(TARGET.ops)
+    feature = torch.randn(2, V).bfloat16()
+    for heads in (1, 3):
+        expected = plain.logits(feature, heads, TARGET).float()
+        got = packed.logits(feature, heads, TARGET).float()
+        assert got.shape == (2, heads, 96)
+        assert (got - expected).abs().max() <= 0.02 * expected.abs().max()
+    assert packed.output is not None
+    assert packed.output.is_meta == TARGET.ops.repacks(output[0])
+    packed.pack(TARGET.ops)
+    assert (packed.logits(feature, 3, TARGET).float() - got).abs().max() == 0

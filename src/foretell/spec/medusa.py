@@ -7,11 +7,15 @@ that is checkpoint/medusa.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretell.model.decoder import Decoder
+from foretell.ops.table import OpTable
 from foretell.spec.candidates import Choice, Scoring, choice_for, fill_depths
 from foretell.spec.drafter import Draft, KVSpec, KVView, PromptRows, Window, nothing
 from foretell.spec.nodes import Shape
@@ -38,6 +42,21 @@ class MedusaHeads(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.output = None if output is None else nn.Parameter(output, requires_grad=False)
         self.scale = scale
+        self._packed: list[Any] = []  # output layers as a device wants them
+        self._linear: Callable[[Tensor, Any], Tensor] | None = None
+
+    def pack(self, ops: OpTable) -> None:
+        """Lay out the output layers for a device that wants a layout of its own; a copy replaces the plain weights.
+
+        They are most of what a step reads: five heads of a small model weigh more than the model.
+        """
+        if self.output is None or self.output.requires_grad or not ops.repacks(self.output[0]):
+            return
+        if self.output.is_meta:  # packed before
+            return
+        self._packed = [ops.pack_linear(output, None) for output in self.output]
+        self._linear = ops.linear
+        self.output = nn.Parameter(self.output.detach().to("meta"), requires_grad=False)
 
     @property
     def heads(self) -> int:
@@ -59,6 +78,10 @@ class MedusaHeads(nn.Module):
         x = self.hidden(feature, heads)
         if self.output is None:
             return target.logits(x.transpose(0, 1))
+        if self._linear is not None:
+            layers = self._packed * heads if len(self._packed) == 1 else self._packed
+            rows = [self._linear(x[i], layers[i]) for i in range(heads)]
+            return torch.stack(rows, dim=1) * self.scale
         output = self.output[:heads].expand(heads, -1, -1)
         return torch.bmm(x, output.transpose(1, 2)).transpose(0, 1) * self.scale
 
@@ -104,6 +127,7 @@ class MedusaDrafter:
     def bind(self, target: Decoder, kv: KVView | None) -> None:
         """Receive the target, for its head."""
         self._target = target
+        self.net.pack(target.ops)
 
     def observe(self, rows: PromptRows) -> None:
         """Nothing to ingest: the last feature of a prompt comes with its window."""
