@@ -24,6 +24,7 @@ from foretell.bench.simulate import (
     Shape,
     Traffic,
     constant_acceptance,
+    drawn,
     simulate,
 )
 from foretell.bench.variants import given_variant, plain_variant
@@ -135,11 +136,12 @@ def test_the_scheduler_keeps_its_invariants_behind_the_device() -> None:
 @pytest.mark.parametrize("tree", [chain(5), preset("mc_sim_7b_63"), Tree((-1, 0, 0, 1, 2))])
 def test_draws_have_the_expected_length(tree: Tree) -> None:
     accepting, noise = Accepting((0.8, 0.6, 0.5)), random.Random(2)
-    drawn = [1 + accepting.draw(tree, noise) for _ in range(20_000)]
-    assert statistics.fmean(drawn) == pytest.approx(
+    reach = accepting.reach(tree)
+    lengths = [1 + drawn(reach, noise) for _ in range(20_000)]
+    assert statistics.fmean(lengths) == pytest.approx(
         expected_tokens(tree, accepting.rates), rel=0.02
     )
-    assert max(drawn) <= tree.depth + 1
+    assert max(lengths) <= tree.depth + 1
 
 
 def test_an_acceptance_is_found_for_a_mean_length() -> None:

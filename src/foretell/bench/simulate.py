@@ -13,6 +13,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 from foretell.bench.client import Served
@@ -63,16 +64,16 @@ class Accepting:
         if any(not 0 <= p <= 1 for p in self.rates):
             raise ValueError(f"acceptance must lie in [0, 1], got {self.rates!r}")
 
-    def draw(self, tree: Tree, noise: random.Random) -> int:
-        """Accepted tokens of one draft; a depth is reached as often as the expected length counts it."""
-        reach = noise.random()
-        before = 1.0
-        for depth in range(1, tree.depth + 1):
-            length = expected_tokens(tree, self.rates, most=depth)
-            if reach >= length - before:
-                return depth - 1
-            before = length
-        return tree.depth
+    def reach(self, tree: Tree) -> tuple[float, ...]:
+        """By depth from 1: how often a draft gets that far, as the expected length counts it."""
+        lengths = [expected_tokens(tree, self.rates, most=d) for d in range(tree.depth + 1)]
+        return tuple(b - a for a, b in pairwise(lengths))
+
+
+def drawn(reach: Sequence[float], noise: random.Random) -> int:
+    """Accepted tokens of one draft."""
+    chance = noise.random()
+    return next((depth for depth, share in enumerate(reach) if chance >= share), len(reach))
 
 
 def constant_acceptance(length: float, tree: Tree) -> Accepting:
@@ -179,6 +180,8 @@ class Replica:
         )
         self._rows: dict[int, _Row] = {}
         self._chosen: dict[int, int] = {}  # rows -> tree
+        self._cost: dict[tuple[int, int], float] = {}  # (rows, tree) -> seconds
+        self._reach = {tree: accepting.reach(tree) for tree in costs.steps.trees}
         self._ready: deque[StepResult] = deque()
         self._named: dict[str, _Life] = {}
 
@@ -227,8 +230,10 @@ class Replica:
 
     def _seconds(self, plan: Plan) -> float:
         prompt = self.costs.prompts.seconds(sum(chunk.count for chunk in plan.chunks))
-        rows = len(plan.decode)
-        return prompt + (self.costs.steps.seconds(rows, plan.tree) if rows else 0.0)
+        key = len(plan.decode), plan.tree
+        if key[0] and key not in self._cost:
+            self._cost[key] = self.costs.steps.seconds(*key)
+        return prompt + self._cost.get(key, 0.0)
 
     def _run(self, plan: Plan) -> StepResult:
         """What the device would have done."""
@@ -245,7 +250,7 @@ class Replica:
         row = self._rows[slot]
         if not row.live:
             return None
-        accepted = self.accepting.draw(tree, self._noise)
+        accepted = drawn(self._reach[tree], self._noise)
         count = min(accepted + 1, row.limit - row.length)
         row.length += count
         row.live = row.length < row.limit
