@@ -35,18 +35,18 @@ class Guard:
     """The outermost layer.
 
     Args:
-        app: what is guarded.
+        app: what is guarded; `inner`.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
-        self._app = app
+        self.inner = app
         self._settings = settings
         self._keys = [_digest(key) for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.inner(scope, receive, send)
             return
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
@@ -66,7 +66,7 @@ class Guard:
         body = _Body(receive, self._settings)
         try:
             self._check(scope, headers)
-            await self._app(scope, body.receive, answer)
+            await self.inner(scope, body.receive, answer)
         except ApiError as error:
             if not begun:
                 await error.response()(scope, receive, answer)

@@ -12,6 +12,8 @@ import asyncio
 import logging
 import socket
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import uvicorn
@@ -43,6 +45,15 @@ class Process(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, server: Server) -> None:
         super().__init__(config)
         self._serving = server
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """As uvicorn does, but a signal that was obeyed is not raised once more: the exit code is ours."""
+        with super().capture_signals():
+            try:
+                yield
+            finally:
+                self._captured_signals.clear()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse what is new, drain, close."""
