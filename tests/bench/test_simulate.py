@@ -13,7 +13,16 @@ from bench_lab import PROMPTS, TinyEngines
 
 from foretell import SamplingParams
 from foretell.bench.costs import Costs, PromptCosts, read_costs
-from foretell.bench.fleet import Fleet, accepting_of, batch_seconds, capacity, check, needed, under
+from foretell.bench.fleet import (
+    Fleet,
+    accepting_of,
+    batch_seconds,
+    capacity,
+    check,
+    needed,
+    under,
+    with_predictions,
+)
 from foretell.bench.machine import describe
 from foretell.bench.record import Record
 from foretell.bench.runs import Acceptance, Side, together
@@ -173,6 +182,56 @@ def test_the_best_tree_is_run_and_plain_where_drafts_do_not_pay() -> None:
         assert seconds[None] == pytest.approx(min(seconds[0], seconds[1]), rel=0.03)
 
 
+def test_where_nothing_is_found_the_smallest_tree_runs() -> None:
+    shape = replace(SMALL, tree=1, behind=False)
+    one = simulate(at_once(1), shape, flat(), Accepting((0.9,), found=0.0)).served[0]
+    assert one.latency == pytest.approx(19 * 0.010)
+    half = simulate(at_once(1, output=300), shape, flat(), Accepting((0.9,), found=0.5)).served[0]
+    whole = simulate(at_once(1, output=300), shape, flat(), Accepting((0.9,))).served[0]
+    assert whole.latency < half.latency < 299 * 0.010
+
+
+def test_how_often_a_lookup_finds_something_is_read_from_its_row() -> None:
+    # 101 tokens: one with the prompt, 60 in 20 drafts, 40 in 40 plain steps.
+    row = {
+        "acceptance": {"drafts": 20, "length": 3.0, "per_position": [0.9, 0.6, 0.5]},
+        "tokens_per_step": 101 / 61,
+        "lengths": [[8, 101]],
+    }
+    assert accepting_of(row).found == pytest.approx(20 / 60)
+    assert accepting_of(row).rates == pytest.approx((18 / 20, 12 / 18, 10 / 12))
+    always = {**row, "tokens_per_step": 3.0, "lengths": []}
+    assert accepting_of(always).found == 1.0
+
+
+def test_rows_of_a_sweep_get_the_speed_up_that_the_costs_predict() -> None:
+    fleet = Fleet(plainly(), flat(plain=0.010, drafted=0.012), NONE)
+    lengths = [[16, 61]] * 2
+    plain = {
+        "label": "plain",
+        "requests": 2,
+        "lengths": lengths,
+        "tokens_per_s": {"median": 200.0},
+        "speedup": None,
+        "k": None,
+        "tree": "chain",
+    }
+    drafted = {
+        **plain,
+        "label": "x k=3",
+        "k": 3,
+        "speedup": {"median": 2.0},
+        "acceptance": {"drafts": 40, "length": 4.0, "per_position": [1.0, 1.0, 1.0]},
+        "tokens_per_step": 122 / 32,
+    }
+    rows = with_predictions(
+        [plain, drafted, {**drafted, "k": 5}, {**drafted, "adaptive": True}], fleet
+    )
+    predicted = [row["predicted_speedup"] for row in rows]
+    assert predicted[1] == pytest.approx(4 * 0.010 / 0.012, rel=0.08)
+    assert predicted[0] is predicted[2] is predicted[3] is None
+
+
 # Queues.
 
 
@@ -306,7 +365,7 @@ def test_a_row_of_a_record_is_predicted_from_costs_and_its_own_acceptance() -> N
     found = check(row, fleet)
     assert found.error == pytest.approx(1 / 1.05 - 1)
     assert accepting_of(row) == NONE
-    drafted = {"acceptance": {"drafts": 100, "per_position": [0.8, 0.4, 0.3]}}
+    drafted = {"acceptance": {"drafts": 100, "length": 2.5, "per_position": [0.8, 0.4, 0.3]}}
     assert accepting_of(drafted).rates == pytest.approx((0.8, 0.5, 0.75))
 
 

@@ -18,6 +18,7 @@ from foretell.bench.serving import Limits, Load, summed
 from foretell.bench.simulate import Accepting, Outcome, Router, Shape, Traffic, simulate
 from foretell.bench.stats import Distribution
 from foretell.spec.acceptance import best_tree, expected_speed, rates_of
+from foretell.spec.tree import chain
 
 SIMULATED = 8
 ENOUGH = 4  # requests for each that can run at once, or a queue that grows is not seen
@@ -169,6 +170,34 @@ def check(row: Mapping[str, Any], fleet: Fleet) -> Check:
     return Check(str(row["label"]), batch, measured, tokens / seconds)
 
 
+def with_predictions(rows: Sequence[Mapping[str, Any]], fleet: Fleet) -> list[dict[str, Any]]:
+    """Rows of a sweep, each drafting one with the speed-up that the costs predict for it.
+
+    The row's own acceptance goes in, so what is tested is the cost model, not the drafter. A row whose tree was not
+    measured, or that chose its tree itself, has no prediction.
+    """
+    plain = {int(row["requests"]): row for row in rows if row.get("speedup") is None}
+    found = []
+    for row in rows:
+        tree, base = tree_of(row, fleet.costs), plain.get(int(row["requests"]))
+        predicted = None
+        if row.get("speedup") is not None and tree is not None and base is not None:
+            drafted = check(row, replace(fleet, shape=replace(fleet.shape, tree=tree)))
+            plainly = replace(fleet.shape, tree=fleet.costs.steps.plain)
+            without = check({**base, "lengths": row["lengths"]}, replace(fleet, shape=plainly))
+            predicted = drafted.predicted / without.predicted
+        found.append({**row, "predicted_speedup": predicted})
+    return found
+
+
+def tree_of(row: Mapping[str, Any], costs: Costs) -> int | None:
+    """The tree among the costs' that a row of fixed drafts verified; None if it is not known or not among them."""
+    if row.get("adaptive") or row.get("k") is None or row.get("tree") != "chain":
+        return None
+    wanted = chain(int(row["k"]))
+    return costs.steps.trees.index(wanted) if wanted in costs.steps.trees else None
+
+
 def batch_seconds(fleet: Fleet, lengths: Sequence[tuple[int, int]], seed: int = 0) -> float:
     """Seconds that requests of these lengths take which start together."""
     shape = replace(fleet.shape, max_num_seqs=max(fleet.shape.max_num_seqs, len(lengths)))
@@ -178,12 +207,23 @@ def batch_seconds(fleet: Fleet, lengths: Sequence[tuple[int, int]], seed: int = 
 
 
 def accepting_of(row: Mapping[str, Any]) -> Accepting:
-    """The acceptance that a row of a record saw; none for plain decoding."""
+    """The acceptance that a row of a record saw; none for plain decoding.
+
+    A lookup does not find something for every step. With L emitted tokens a draft and t a step, found drafts make up
+    (t - 1) / (L - 1) of the steps; the first token of an answer, which the prompt's step emits, is none.
+    """
     seen = row.get("acceptance")
     if not seen:
         return Accepting(())
-    drafts = int(seen["drafts"])
-    return Accepting(rates_of([round(drafts * float(p)) for p in seen["per_position"]], drafts))
+    drafts, length = int(seen["drafts"]), float(seen["length"])
+    rates = rates_of([round(drafts * float(p)) for p in seen["per_position"]], drafts)
+    lengths = row.get("lengths") or ()
+    per_step = float(row.get("tokens_per_step") or length)
+    tokens, answers = sum(int(output) for _, output in lengths), len(lengths)
+    if tokens > answers:
+        per_step = (tokens - answers) / max(tokens / per_step - answers, 1)
+    share = (per_step - 1) / (length - 1) if length > 1 else 1.0
+    return Accepting(rates, min(max(share, 0.0), 1.0))
 
 
 def _full(fleet: Fleet, traffic: Traffic) -> float:

@@ -56,13 +56,15 @@ class Accepting:
 
     Args:
         rates: by depth, as in spec/acceptance.py; the last one holds for deeper nodes; none = nothing is accepted.
+        found: share of a request's steps for which its drafter finds anything; below 1 for lookups.
     """
 
     rates: tuple[float, ...]
+    found: float = 1.0
 
     def __post_init__(self) -> None:
-        if any(not 0 <= p <= 1 for p in self.rates):
-            raise ValueError(f"acceptance must lie in [0, 1], got {self.rates!r}")
+        if any(not 0 <= p <= 1 for p in (*self.rates, self.found)):
+            raise ValueError(f"acceptance must lie in [0, 1], got {self!r}")
 
     def reach(self, tree: Tree) -> tuple[float, ...]:
         """By depth from 1: how often a draft gets that far, as the expected length counts it."""
@@ -150,6 +152,7 @@ class _Row:
     limit: int
     life: _Life
     live: bool = True
+    drafted: bool = False  # something was found for its next step
 
 
 class Replica:
@@ -244,13 +247,19 @@ class Replica:
         trees = self.costs.steps.trees
         results = [self._emit(c.slot, trees[self.costs.steps.plain]) for c in plan.chunks if c.last]
         results += [self._emit(slot, trees[plan.tree]) for slot in plan.decode]
+        ran = [self._rows[r.slot] for r in results if r is not None]
+        for row in ran:
+            row.drafted = self._noise.random() < self.accepting.found
+        if not self.shape.behind and not any(row.drafted for row in ran if row.live):
+            self.scheduler.nothing_drafted()
         return StepResult(plan.step, tuple(r for r in results if r is not None))
 
     def _emit(self, slot: int, tree: Tree) -> SlotResult | None:
         row = self._rows[slot]
         if not row.live:
             return None
-        accepted = drawn(self._reach[tree], self._noise)
+        drafts = tree.nodes - 1 if row.drafted else 0
+        accepted = drawn(self._reach[tree], self._noise) if drafts else 0
         count = min(accepted + 1, row.limit - row.length)
         row.length += count
         row.live = row.length < row.limit
@@ -260,7 +269,7 @@ class Replica:
             slot,
             (0,) * count,
             finish=None if row.live else "length",
-            drafted=tree.nodes - 1,
+            drafted=drafts,
             accepted=min(accepted, count),
         )
 

@@ -7,6 +7,7 @@ foretell.bench's.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +19,12 @@ from typer.core import TyperGroup
 from foretell.bench import acceptance as by_kind
 from foretell.bench import compare as comparing
 from foretell.bench import offline
+from foretell.bench.costs import read_costs
+from foretell.bench.fleet import Fleet, with_predictions
 from foretell.bench.record import load
 from foretell.bench.report import save_report
 from foretell.bench.runs import Side
+from foretell.bench.simulate import Accepting, Shape
 from foretell.bench.steps import step_costs
 from foretell.bench.terminal import console, table
 from foretell.bench.variants import given_variant, grid
@@ -35,6 +39,7 @@ from foretell.commands.bench_options import (
     finish,
     numbers,
     offline_plan,
+    on_gpu,
     opener,
     sampling_warnings,
     settings_of,
@@ -151,6 +156,10 @@ def sweep(
             "--adaptive/--no-adaptive", help="Also let the engine choose.", rich_help_panel=WORK
         ),
     ] = True,
+    costs: Annotated[
+        str | None,
+        Option("--costs", help="A record of bench steps: predict, too.", rich_help_panel=WORK),
+    ] = None,
 ) -> None:
     """Every batch with every drafter, draft length and tree, each beside plain decoding."""
     output.check()
@@ -164,6 +173,7 @@ def sweep(
     }
     lengths = numbers(ks, "--ks") if ks else ([] if asked.k is None else [asked.k or NGRAM_TOKENS])
     variants = grid(drafters or [asked.drafter], lengths, trees or [asked.tree], shared, adaptive)
+    known = None if costs is None else read_costs(load(Path(costs)))
     with bench(engine, sampling_warnings(sampling)) as under_way:
         rows = offline.sweep(opener(engine, runs.one_engine), variants, sizes, plan, under_way.tell)
         settings = {
@@ -174,6 +184,9 @@ def sweep(
             "one_engine": plan.one_engine,
         }
         record = under_way.record("sweep", settings, rows)
+    if known is not None:
+        model = Fleet(Shape(max_num_seqs=max(sizes), behind=on_gpu(engine)), known, Accepting(()))
+        record = replace(record, rows=with_predictions(record.rows, model))
     finish(record, output)
 
 

@@ -182,6 +182,11 @@ def accelerator(engine: EngineOptions) -> str:
     return device.partition(":")[0]
 
 
+def on_gpu(engine: EngineOptions) -> bool:
+    """It runs on a GPU, where the host plans a step ahead."""
+    return accelerator(engine) == "cuda"
+
+
 def asked_variant(engine: EngineOptions) -> Variant:
     """The drafter that the options ask for, else n-gram, which needs no weights."""
     arguments = engine.with_drafts().arguments()
