@@ -6,8 +6,10 @@ Invariant: no argument is ignored. One that is accepted here changes nothing bec
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from os import PathLike, fspath
+from typing import cast
 
-from foretell.config import refuse_unknown
+from foretell.config import DType, refuse_unknown
 from foretell.speculation import Missing
 
 _NONE = Missing((None,), "Leave it out.")
@@ -99,6 +101,20 @@ CALLS: Mapping[str, Missing] = {
         (None, "auto", "string"), "Templates are given text; write the chat_template for it."
     ),
 }
+
+
+_DTYPES: Mapping[object, DType] = {"half": "float16", "float": "float32"}
+
+
+def name_of(model: str | PathLike[str] | None) -> str | None:
+    """A model's name; paths may be given as such."""
+    return fspath(model) if isinstance(model, PathLike) else model
+
+
+def dtype_of(given: object) -> DType:
+    """The name of a dtype, by vLLM's other names or from torch's object; EngineConfig refuses what is none."""
+    name = given if isinstance(given, str) else str(given).removeprefix("torch.")
+    return _DTYPES.get(name, cast("DType", name))
 
 
 def refuse(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
@@ -84,6 +85,7 @@ class LLM:
         speculative_config: all keys of speculation (see speculation.KEYS), as in vLLM.
         tokenizer: where the tokenizer comes from; None = the model.
         chat_template: Jinja text, or the path of a file with it; None = the model's own.
+        dtype: a name, "half" and "float" among them, or one of torch's.
         others: see EngineConfig. Arguments that only vLLM has are refused by name, with what to do instead.
 
     Raises:
@@ -96,19 +98,19 @@ class LLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | PathLike[str] | None = None,
         *,
-        speculate_model: str | None = None,
+        speculate_model: str | PathLike[str] | None = None,
         num_speculative_tokens: int | None = None,
         speculative_config: Mapping[str, object] | None = None,
-        tokenizer: str | None = None,
+        tokenizer: str | PathLike[str] | None = None,
         revision: str | None = None,
         chat_template: str | None = None,
         tensor_parallel_size: int = 1,
         gpu_memory_utilization: float = 0.9,
         kv_cache_memory_bytes: int | None = None,
         max_model_len: int | None = None,
-        dtype: DType = "auto",
+        dtype: DType | object = "auto",
         device: str = "auto",
         seed: int = 0,
         max_num_seqs: int = MAX_NUM_SEQS,
@@ -125,15 +127,17 @@ class LLM:
         arguments.refuse(
             others, [name for name in inspect.signature(LLM).parameters if name != "others"]
         )
-        served = serve_target(model, revision, speculate_model, speculative_config)
+        template = None if chat_template is None else read_template(chat_template)
+        drafter = arguments.name_of(speculate_model)
+        served = serve_target(arguments.name_of(model), revision, drafter, speculative_config)
         speculation = resolve_speculation(
-            speculate_model, num_speculative_tokens, served.speculative_config
+            drafter, num_speculative_tokens, served.speculative_config
         )
         config = EngineConfig(
             model=served.model,
-            tokenizer=tokenizer,
+            tokenizer=arguments.name_of(tokenizer),
             revision=served.revision,
-            dtype=dtype,
+            dtype=arguments.dtype_of(dtype),
             device=device,
             seed=seed,
             max_model_len=max_model_len,
@@ -154,7 +158,6 @@ class LLM:
             tree=speculation.tree,
             adaptive=speculation.adaptive,
         )
-        template = None if chat_template is None else read_template(chat_template)
         # Here, so that importing foretell needs no torch.
         from foretell.engine.build import build_engine
         from foretell.model.hub import resolve

@@ -90,6 +90,8 @@ def chat_options(given: ChatArguments, template: str | None) -> ChatOptions:
 
 def read_template(template: str) -> str:
     """The Jinja text of a chat template given as such, or as the path of a file with it."""
+    if not isinstance(template, str):
+        raise ValueError(f"chat_template must be Jinja text or a file's name, got {template!r}")
     if any(sign in template for sign in "{}\n"):
         return template
     if len(template) > LONGEST_PATH or not Path(template).is_file():

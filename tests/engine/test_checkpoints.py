@@ -9,6 +9,7 @@ from pathlib import Path
 import checkpoints as files
 import oracle_files as oracles
 import pytest
+import torch
 from oracles import V as CYCLE
 from tiny_tokenizers import byte_level
 
@@ -24,7 +25,8 @@ SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=14)
 def write_model(folder: Path, layers: int = 1, **more: object) -> Path:
     """A small language model with its tokenizer."""
     byte_level().save_pretrained(folder)
-    config = files.llama_config(layers, max_position_embeddings=512, eos_token_id=2, **more)
+    settings: dict[str, object] = {"max_position_embeddings": 512, "eos_token_id": 2}
+    config = files.llama_config(layers, **(settings | more))
     return files.write(folder, files.language_model(layers), config, "model.safetensors")
 
 
@@ -311,6 +313,33 @@ def test_R36_a_drafter_that_is_not_there_is_refused(tmp_path: Path, target: Path
     assert said.startswith("speculative model ")
     assert "nowhere" in said
     assert "does not exist" in said
+
+
+def test_paths_and_dtypes_may_be_objects(target: Path, plain: dict[str, list[list[int]]]) -> None:
+    llm = LLM(
+        target,
+        speculate_model=target,
+        num_speculative_tokens=2,
+        tokenizer=target,
+        dtype=torch.float64,
+        max_model_len=160,
+        kv_cache_memory_bytes=32 << 20,
+    )
+    assert llm.config.dtype == "float64"
+    assert texts(llm, GREEDY) == plain["greedy"]
+
+
+def test_what_is_wrong_is_said_of_the_right_file(target: Path, tmp_path: Path) -> None:
+    assert "tokenizer: model '/nowhere' does not exist" in refused(target, tokenizer="/nowhere")
+    assert "there is no config.json; is it a model's directory?" in refused(tmp_path)
+    assert "chat_template must be Jinja text" in refused(target, chat_template=5)
+    assert "dtype must be one of" in refused(target, dtype=torch.int8)
+
+
+def test_an_end_token_that_the_model_does_not_have_ends_nothing(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", eos_token_id=[2, 10**6])
+    params = SamplingParams(temperature=0.0, min_tokens=4, max_tokens=6)
+    assert all(len(tokens) >= 4 for tokens in texts(start(folder), params))
 
 
 def test_more_than_one_device_is_refused_and_not_ignored(target: Path) -> None:

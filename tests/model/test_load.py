@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.hub import resolve
-from foretell.model.load import load_model, resolve_dtype
+from foretell.model.load import load_config, load_model, resolve_dtype
 from foretell.ops.meta import RaggedRows
 
 
@@ -139,12 +139,42 @@ def test_a_vocabulary_of_another_size_is_refused(save):
         load(folder)
 
 
-def test_a_file_cut_short_is_refused(save):
+@pytest.mark.parametrize("bytes_left", [0, 1, 7, 8, 9, 100, "header", "middle", -1])
+def test_a_file_cut_anywhere_is_refused(save, bytes_left):
     _, folder = save("llama")
     path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    cut = {"header": header, "middle": (header + len(whole)) // 2}.get(bytes_left, bytes_left)
+    path.write_bytes(whole[:cut])
     with pytest.raises(ValueError, match=r"model\.safetensors: not a whole safetensors file"):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "named"),
+    [
+        ("config.json", {"hidden_size": 0}, "config.json"),
+        ("config.json", {"rope_theta": "x"}, "config.json: could not convert string to float: 'x'"),
+        ("config.json", {"rope_theta": 0}, "rope_theta 0.0 must be above 0"),
+        ("config.json", {"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor 0.0"),
+        ("config.json", {"num_attention_heads": None}, "num_attention_heads"),
+        (
+            "generation_config.json",
+            {"eos_token_id": "x"},
+            "generation_config.json: invalid literal",
+        ),
+    ],
+)
+def test_a_wrong_value_in_a_config_is_refused_with_the_file(save, file, change, named):
+    _, folder = save("llama")
+    path = folder / file
+    config = json.loads(path.read_text()) if path.exists() else {}
+    if "rope_theta" in change or "rope_scaling" in change:
+        config.pop("rope_parameters", None)
+    path.write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=named):
+        load_config(resolve(str(folder)))
 
 
 def test_a_missing_shard_is_named(save):

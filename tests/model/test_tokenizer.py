@@ -152,6 +152,13 @@ def test_a_directory_gives_its_own_tokenizer(tmp_path):
     assert ours.chat_template == TEMPLATE
 
 
+def test_a_broken_tokenizer_says_so(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 0}')
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"no usable tokenizer .*; name one with --tokenizer"):
+        load_tokenizer(ModelSource(tmp_path, Kind.DIRECTORY, "broken"))
+
+
 def test_a_directory_without_a_tokenizer_says_so(tmp_path):
     with pytest.raises(ValueError, match="no usable tokenizer"):
         load_tokenizer(ModelSource(tmp_path, Kind.DIRECTORY, "x"))

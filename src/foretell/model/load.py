@@ -101,15 +101,22 @@ def load_config(source: ModelSource, max_model_len: int | None = None) -> ModelC
     config = read_json(source.path / "config.json")
     _check_architecture(config)
     generation = source.path / "generation_config.json"
-    ends = ModelConfig.from_hf(config, max_model_len)
+    ends = _from_hf(config, max_model_len, source.path / "config.json")
     if not generation.exists():
         return ends
     more = {**config, "eos_token_id": read_json(generation).get("eos_token_id")}
     text = more.get("text_config")
     if isinstance(text, dict):
         more["text_config"] = {**text, "eos_token_id": more["eos_token_id"]}
-    other = ModelConfig.from_hf(more, max_model_len)
+    other = _from_hf(more, max_model_len, generation)
     return ends.with_eos((*ends.eos_token_ids, *other.eos_token_ids))
+
+
+def _from_hf(config: dict[str, Any], max_model_len: int | None, path: Path) -> ModelConfig:
+    try:
+        return ModelConfig.from_hf(config, max_model_len)
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

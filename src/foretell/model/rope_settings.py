@@ -39,11 +39,15 @@ def read_rope(
     )
     rope = Rope(
         dim=int(head_dim * partial),
-        base=float(settings.get("rope_theta") or config.get("rope_theta") or base),
+        base=float(_given(settings.get("rope_theta"), config.get("rope_theta"), base)),
         scaling=scaling,
-        factor=float(settings.get("factor") or longest / trained),
+        factor=float(_given(settings.get("factor"), longest / trained)),
         trained_length=longest if scaling is Scaling.DYNAMIC else trained,
     )
+    if rope.factor <= 0 or rope.base <= 0:
+        raise ValueError(
+            f"model config: rope factor {rope.factor} and rope_theta {rope.base} must be above 0"
+        )
     if scaling in (Scaling.LINEAR, Scaling.DYNAMIC, Scaling.LLAMA3) and "factor" not in settings:
         raise ValueError(f"model config: rope_scaling of type {name!r} needs a factor")
     match scaling:
@@ -55,6 +59,11 @@ def read_rope(
             return _with_longrope(rope, settings, max_model_len or longest)
         case _:
             return rope
+
+
+def _given(*values: Any) -> Any:
+    """The first that is not None."""
+    return next(value for value in values if value is not None)
 
 
 def _with_llama3(rope: Rope, settings: Json) -> Rope:

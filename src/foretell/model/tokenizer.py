@@ -42,7 +42,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerFast:
         return tokenizer_of(GgufFile(source.path).metadata, str(source.path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.path, use_fast=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # the library raises many kinds
         raise ValueError(
             f"{source.path}: no usable tokenizer ({error}); name one with --tokenizer"
         ) from error

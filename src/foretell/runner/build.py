@@ -141,7 +141,9 @@ def assemble(config: EngineConfig, parts: Parts, tokenizer: Tokenizer | None) ->
         blocks=blocks,
         max_model_len=max_model_len,
         vocab_size=target.config.vocab_size,
-        eos_token_ids=target.config.eos_token_ids,
+        eos_token_ids=tuple(
+            token for token in target.config.eos_token_ids if token < target.config.vocab_size
+        ),
         max_stop_ids=STOP_IDS,
         scratch=parts.scratch,
         drafter_kv=drafter.kv is not None,

@@ -13,8 +13,8 @@ import torch
 
 from foretell.config import Chained, DraftCheckpoint, EngineConfig, Ngram, Suffix, checkpoint_of
 from foretell.model.decoder import Decoder
-from foretell.model.hub import DEFAULT_MODEL, ModelSource, resolve
-from foretell.model.load import load_model
+from foretell.model.hub import DEFAULT_MODEL, Kind, ModelSource, resolve
+from foretell.model.load import load_config, load_model
 from foretell.model.tokenizer import load_tokenizer
 from foretell.ops.table import table_for
 from foretell.runner.build import Built, Parts, assemble
@@ -61,9 +61,11 @@ def build(config: EngineConfig) -> Built:
     draft = checkpoint_of(config.drafter)
     if draft is not None:
         found = find_drafter(config, draft, source)
-    tokenizer = load_tokenizer(source if config.tokenizer is None else resolve(config.tokenizer))
+    if source.kind is Kind.DIRECTORY:
+        load_config(source)  # says what is wrong in our words; the tokenizer's library reads it too
+    tokenizer = load_tokenizer(source if config.tokenizer is None else _other(config.tokenizer))
     ops = table_for(device)
-    target = load_model(source, dtype=config.dtype, device=device, ops=ops)
+    target = load_model(source, config.dtype, device, ops, config.max_model_len)
     return assemble(config, load_parts(config, found, target, tokenizer), tokenizer)
 
 
@@ -87,6 +89,13 @@ def find_drafter(config: EngineConfig, draft: DraftCheckpoint, target: ModelSour
             raise ValueError(NO_COUNT)
         static_tree(config.speculation)
     return found
+
+
+def _other(tokenizer: str) -> ModelSource:
+    try:
+        return resolve(tokenizer)
+    except ValueError as error:
+        raise ValueError(f"tokenizer: {error}") from error
 
 
 def _resolve_draft(model: str, revision: str | None) -> ModelSource:
