@@ -46,6 +46,10 @@ def start(model: Path | str, drafter: Path | str | None = None, **more: object) 
         "max_num_batched_tokens": 512,
     }
     named = None if drafter is None else str(drafter)
+    if named is not None or "speculative_config" in more:  # what is drafted, not what is worth it
+        given = more.get("speculative_config") or {}
+        assert isinstance(given, dict)
+        more["speculative_config"] = {"adaptive": False} | given
     return LLM(str(model), speculate_model=named, **(settings | more))  # type: ignore[arg-type]
 
 
@@ -228,6 +232,27 @@ def test_an_exact_checkpoint_reaches_its_full_depth(
     assert count_up(llm, 1 + 12 * length).mean_acceptance_length == pytest.approx(length)
 
 
+@pytest.mark.parametrize("count", [None, 1, 3, 5])
+@pytest.mark.parametrize("named", [False, True])
+def test_an_exact_mtp_layer_inside_its_target_reaches_its_full_depth(
+    named: bool, count: int | None, tmp_path: Path
+) -> None:
+    """MiMo's own checkpoint drafts for itself; its one layer is used again for every further token."""
+    folder = oracles.write_mimo(tmp_path / "mimo")
+    config: dict[str, object] = {"method": "mtp"} if named else {"model": str(folder)}
+    if count is not None:
+        config["num_speculative_tokens"] = count
+    length = 1 + (count or 1)
+    llm = start(folder, speculative_config=config)
+    assert llm.resolved.method == "mtp"
+    # The first draft stands on a prompt that does not count up: its feature is not that of the token before.
+    counted = count_up(llm, 2 + 12 * length)
+    assert counted.num_verified_tokens == 1 + 12 * length
+    assert counted.num_drafts == 13
+    assert llm.compat is not None
+    assert llm.compat.ok
+
+
 def test_the_wrong_convention_of_target_layers_accepts_almost_nothing(
     tmp_path: Path, cycle: Path
 ) -> None:
@@ -247,7 +272,7 @@ def test_a_speculators_drafter_given_as_the_model_serves_its_target(
         tmp_path / "drafter", files.eagle3(first="layers.0."), config, "model.safetensors"
     )
     for given, depth in (({}, 3), ({"num_speculative_tokens": 5}, 5)):
-        llm = start(folder, **given)
+        llm = start(folder, speculative_config=given)
         assert texts(llm, GREEDY) == plain["greedy"]
         counted = llm.get_metrics()
         assert counted.num_draft_tokens <= depth * counted.num_drafts

@@ -33,6 +33,9 @@ def start(model: Path, drafter: Path | str | None, **more: object) -> LLM:
         "compat": "off",
     }
     named = None if drafter is None else str(drafter)
+    config = more.pop("speculative_config", None) or {}
+    assert isinstance(config, dict)
+    more["speculative_config"] = {"adaptive": False} | config
     return LLM(str(model), speculate_model=named, **(settings | more))  # type: ignore[arg-type]
 
 

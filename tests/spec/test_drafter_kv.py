@@ -28,6 +28,7 @@ TREE = Tree((-1, 0, 0, 1, 1, 3))
 FORMATS: dict[str, Callable[[], tuple[dict[str, Tensor], dict[str, object]]]] = {
     "eagle": lambda: (files.eagle1(), files.llama_config()),
     "eagle3": lambda: (files.eagle3(), files.eagle3_config()),
+    "mimo": lambda: (files.mimo_mtp(), files.mimo_mtp_config()),
 }
 PROMPT = prompts(1, low=53, high=54)[0]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
