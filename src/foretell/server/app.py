@@ -112,6 +112,8 @@ def build_app(server: Server) -> ASGIApp:
         title="foretell",
         version=installed_version("foretell"),
         description="OpenAI-compatible server with speculative decoding.",
+        docs_url=None,  # FastAPI's own pages load scripts from elsewhere
+        redoc_url=None,
     )
     app.state.server = server
     app.include_router(_routes(server))

@@ -79,7 +79,7 @@ class Speed:
         plain_step: mean seconds of recent steps without drafts, or None if there were none.
         drafted_step: mean seconds of recent steps with drafts, or None.
         plain_tokens_per_s: what plain decoding would give now: a token per running request and step, in the time of
-            a plain step, or of a drafted one where no plain one was seen (then it is more than it would be).
+            a plain step, or of a drafted one where no plain one was seen (then plain decoding is faster than this).
     """
 
     tokens_per_s: float = 0.0

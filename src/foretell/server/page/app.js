@@ -184,7 +184,7 @@ function show(place) {
     : "no draft: one token in this step";
 }
 
-const visible = (text) => (text === null ? "·" : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ | $/g, "␣").slice(0, 12) || "∅");
+const visible = (text, most) => (text === null ? "·" : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ | $/g, "␣").slice(0, most) || "∅");
 
 function draw(report) {
   const nodes = report.tree.tokens.map((text, i) => ({ text, kind: i ? "refused" : "root", parent: i ? report.tree.parents[i] : -1, children: [] }));
@@ -204,7 +204,8 @@ function draw(report) {
     node.row = nodes[best[0]].row;
   };
   put(0, 0);
-  const W = 112, H = 30, w = 100, h = 22, ns = "http://www.w3.org/2000/svg";
+  const room = Math.floor(($("tree").clientWidth - 2) / (deepest + 1));
+  const W = Math.max(60, Math.min(112, room)), H = 30, w = W - 12, h = 22, ns = "http://www.w3.org/2000/svg";
   const svg = document.createElementNS(ns, "svg");
   svg.setAttribute("width", (deepest + 1) * W);
   svg.setAttribute("height", row * H + 4);
@@ -223,7 +224,7 @@ function draw(report) {
     const group = make("g", { class: node.kind }, svg);
     make("title", {}, group).textContent = { root: "the text so far ends here", accepted: "drafted, accepted", refused: "drafted, refused", corrected: "the target's own token in place of the drafts", bonus: "the target's own token after the drafts", plain: "the target's own token" }[node.kind];
     make("rect", { x: node.depth * W + 1, y: node.row * H + 3, width: w - 2, height: h, rx: 5 }, group);
-    make("text", { x: node.depth * W + 7, y: node.row * H + h / 2 + 7 }, group).textContent = visible(node.text);
+    make("text", { x: node.depth * W + 7, y: node.row * H + h / 2 + 7 }, group).textContent = visible(node.text, Math.floor((w - 10) / 7.3));
   });
   const box = $("tree");
   box.replaceChildren(svg);
@@ -251,10 +252,10 @@ async function refresh() {
   const most = Math.max(now.tokens_per_s, now.plain_tokens_per_s, 1e-9);
   $("now").textContent = now.tokens_per_s.toFixed(1);
   $("plain").textContent = now.plain_tokens_per_s.toFixed(1);
-  $("plain-name").textContent = now.plain_measured ? "plain" : "plain, at most";
+  $("plain-name").textContent = now.plain_measured ? "plain" : "plain, at least";
   fill("bar-now", now.tokens_per_s / most);
   fill("bar-plain", now.plain_tokens_per_s / most);
-  $("speedup").textContent = now.plain_tokens_per_s ? `${(now.tokens_per_s / now.plain_tokens_per_s).toFixed(2)}× plain decoding${now.plain_measured ? " as measured" : ", estimated"}` : "";
+  $("speedup").textContent = now.plain_tokens_per_s ? `${now.plain_measured ? "" : "at most "}${(now.tokens_per_s / now.plain_tokens_per_s).toFixed(2)}× plain decoding${now.plain_measured ? " as measured" : ", not measured yet"}` : "";
   positions(now);
   $("batch").textContent = `${now.running} of ${now.max_num_seqs}`;
   fill("bar-batch", now.running / now.max_num_seqs);
