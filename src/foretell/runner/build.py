@@ -14,7 +14,7 @@ from foretell.config import EngineConfig, checkpoint_of
 from foretell.model.decoder import Decoder
 from foretell.runner.kv import KVPool
 from foretell.runner.memory import device_bytes, drafter_bytes, weights_bytes
-from foretell.runner.memory_plan import MemoryPlan, Model, Shape, explain, make_plan
+from foretell.runner.memory_plan import MemoryPlan, Model, Part, Shape, explain, make_plan
 from foretell.runner.runner import Runner
 from foretell.runner.slots import STOP_IDS, Slots, SlotSizes
 from foretell.runner.step import CATCH_UP, Device
@@ -221,7 +221,7 @@ def plan_of(config: EngineConfig, parts: Parts, tree: Tree) -> MemoryPlan:
         utilization=config.gpu_memory_utilization,
         asked=config.max_model_len,
         most=target.config.max_position,
-        taken=max(used - loaded, 0),
+        taken=[Part("already taken", max(used - loaded, 0), "driver and other processes")],
         kv_bytes=config.kv_cache_memory_bytes,
         largest_pool=LARGEST_CPU_POOL if on_cpu else None,
     )

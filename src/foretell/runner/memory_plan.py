@@ -170,6 +170,8 @@ class MemoryPlan:
 
     def requests(self, length: int) -> int:
         """How many requests of so many tokens, prompt and answer, run at once without preemption."""
+        if length > self.division.longest:
+            return 0
         size = self.shape.block_size
         each = -(-(length + self.shape.slack) // size)
         return min(max((self.division.blocks - 1) // each, 0), self.shape.max_num_seqs)
@@ -198,14 +200,14 @@ def make_plan(
     utilization: float,
     asked: int | None,
     most: int,
-    taken: int = 0,
+    taken: Sequence[Part] = (),
     kv_bytes: int | None = None,
     largest_pool: int | None = None,
 ) -> MemoryPlan:
     """Add it up.
 
     Args:
-        taken: bytes that something else has of the device, the driver's own included.
+        taken: what else has a part of the device, such as its driver.
         kv_bytes: of the KV pool, if it was given.
         largest_pool: bytes that the KV pool takes at most.
     """
@@ -213,8 +215,7 @@ def make_plan(
     if drafter is not None:
         parts.append(Part("drafter", drafter.bytes, drafter.name))
     parts += workspace(shape, asked or most)
-    if taken:
-        parts.append(Part("already taken", taken, "driver, runtime, other processes"))
+    parts += taken
     free = int(total * utilization) - sum(part.bytes for part in parts)
     memory = free if kv_bytes is None else kv_bytes
     if largest_pool is not None and kv_bytes is None:
