@@ -96,6 +96,7 @@ class Suffix:
     Args:
         max_tree_depth: most tokens of context that are compared.
         max_cached_requests: past outputs that are remembered, the oldest go first; 0 = the request's own text alone.
+            Under acceptance other than "match" it is 0.
         max_spec_factor: drafted tokens are at most the tokens of context that agree times this.
         min_token_prob: least share of the places found that must go on as the draft does.
         min_match: fewest tokens of context that must agree.

@@ -175,6 +175,18 @@ def test_suffix_decoding_needs_no_checkpoint(
     assert again.mean_acceptance_length > 2, "past outputs are foreseen"
 
 
+def test_past_outputs_are_not_drafted_from_where_the_draft_is_judged_by_their_noise(
+    target: Path, plain: dict[str, list[list[int]]]
+) -> None:
+    """Under rejection a request of the same seed would be judged by the numbers that made its draft."""
+    llm = start(target, "suffix", speculative_config={"acceptance": "rejection"})
+    first = texts(llm, SAMPLED)
+    before = llm.get_metrics()
+    assert texts(llm, SAMPLED) == first, "the same seed gives the same text, whatever ran before"
+    assert llm.get_metrics().since(before).num_drafts == before.num_drafts
+    assert texts(llm, GREEDY) == plain["greedy"]
+
+
 # Exact drafters, from files.
 
 

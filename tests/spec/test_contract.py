@@ -9,8 +9,10 @@ import pytest
 from lab import EOS, VOCABULARY, Run, ScriptedDrafter, draft_model, make_lab, prompts, tiny_decoder
 
 from foretell.sampling_params import SamplingParams
+from foretell.spec.chained import ChainedDrafter
 from foretell.spec.drafter import Drafter
 from foretell.spec.ngram import NgramDrafter
+from foretell.spec.suffix import SuffixDrafter, SuffixLimits
 from foretell.spec.tree import Tree, chain
 
 TREES = {
@@ -33,6 +35,8 @@ def noisy(text: list[int], tree: Tree) -> list[int]:
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "ngram": lambda: NgramDrafter(1, 3),
+    "suffix": lambda: SuffixDrafter(SuffixLimits(shortest=1, texts=0)),
+    "chained": lambda: ChainedDrafter(NgramDrafter(1, 2), draft_model(tiny_decoder(7, layers=1))),
     "noise": lambda: ScriptedDrafter(noisy),
     "copy": lambda: draft_model(tiny_decoder(0)),
     "random": lambda: draft_model(tiny_decoder(7, layers=1)),

@@ -137,12 +137,13 @@ def load_parts(
         case DraftCheckpoint() as draft:
             return _checkpoint(config, draft, found, target, tokenizer)
         case Chained(first=first, then=draft):
-            return _chain(first, _checkpoint(config, draft, found, target, tokenizer))
+            parts = _checkpoint(config, draft, found, target, tokenizer)
+            return _chain(_free(first, target, config.acceptance), parts)
         case Ngram() | Suffix() as free:
-            return _free(free, target)
+            return _free(free, target, config.acceptance)
 
 
-def _free(config: Ngram | Suffix, target: Decoder) -> Parts:
+def _free(config: Ngram | Suffix, target: Decoder, acceptance: str) -> Parts:
     """A drafter that needs no weights."""
     if isinstance(config, Ngram):
         drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
@@ -152,9 +153,15 @@ def _free(config: Ngram | Suffix, target: Decoder) -> Parts:
         depth=config.max_tree_depth,
         factor=config.max_spec_factor,
         probability=config.min_token_prob,
-        texts=config.max_cached_requests,
+        # Past outputs were made with noise that a request of the same seed meets again: under match that changes
+        # nothing, under another rule the draft would know the numbers that it is judged by.
+        texts=config.max_cached_requests if acceptance == "match" else 0,
         tokens=config.corpus_tokens,
     )
+    if config.max_cached_requests and not limits.texts:
+        log.info(
+            "suffix decoding: under acceptance %r only a request's own text is used", acceptance
+        )
     suffix = SuffixDrafter(limits)
     learner = suffix if limits.texts else None
     return Parts(
@@ -167,9 +174,8 @@ def _free(config: Ngram | Suffix, target: Decoder) -> Parts:
     )
 
 
-def _chain(first: Ngram | Suffix, then: Parts) -> Parts:
-    """`first` before the drafter of `then`."""
-    free = _free(first, then.target)
+def _chain(free: Parts, then: Parts) -> Parts:
+    """The drafter of `free` before that of `then`."""
     drafter = ChainedDrafter(free.drafter, then.drafter, then.grows)
     return replace(
         then,
