@@ -120,6 +120,27 @@ def test_R52_the_answer_has_as_many_tokens_as_were_asked_for(limit: int) -> None
     assert llm.get_metrics().generation_tokens == limit
 
 
+@pytest.mark.parametrize("k", [0, 3])
+def test_R09_a_broken_request_is_counted_once_and_says_why(k: int) -> None:
+    llm, lab = offline(k, seed=1)
+    decoder = lab.engine.runner.device.target
+    sound = llm.generate(PROMPTS, PARAMS[0])
+    right = decoder.logits
+
+    def broken(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(right(hidden), torch.nan)
+
+    decoder.logits = broken  # type: ignore[method-assign]
+    (output,) = llm.generate("nothing can be said", PARAMS[0])
+    decoder.logits = right  # type: ignore[method-assign]
+    assert output.outputs[0].finish_reason == "error"
+    assert "NaN or infinite logits" in str(output.outputs[0].stop_reason)
+    assert llm.get_metrics().corrupted_requests == 1
+    again = llm.generate(PROMPTS, PARAMS[0])
+    assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in sound]
+    assert llm.get_metrics().corrupted_requests == 1
+
+
 def test_an_interrupted_batch_leaves_an_engine_that_works_and_owns_nothing() -> None:
     llm, lab = offline(3)
     step, calls = lab.engine.step, []

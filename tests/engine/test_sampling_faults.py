@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,6 +46,24 @@ def test_a_stop_before_the_limit_wins_over_the_limit(
         [5, 6, 7, 8], SamplingParams(temperature=0.0, max_tokens=5, stop_token_ids=[STOP])
     )
     assert (run.tokens, run.finish) == (expected, reason)
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_a_turn_after_an_end_inside_a_block_is_as_if_nothing_had_been_drafted_behind_it(
+    place: int,
+) -> None:
+    """Two end tokens; the block went on behind the first of them, and the next turn hits the prefix cache."""
+    prompt = prompts(1, seed=5, low=30, high=31)[0]
+    text = make_lab().solo(prompt, replace(GREEDY, ignore_eos=True)).tokens
+    ends = replace(GREEDY, ignore_eos=True, stop_token_ids=[VOCABULARY - 1, text[place]])
+    lab = make_lab(draft_model(tiny_decoder(0)), chain(7))
+    first = lab.solo(prompt, ends)
+    assert first.tokens == text[: text.index(text[place]) + 1]
+    assert (first.finish, first.stop_reason) == ("stop", text[place])
+    turn = [*prompt, *first.tokens, 17, 18, 19]
+    warm = lab.solo(turn, GREEDY)
+    assert warm.deltas[0].num_cached_tokens >= 16
+    assert warm.tokens == make_lab().solo(turn, GREEDY).tokens
 
 
 @pytest.mark.parametrize("drafts", [(5,) * 5, (6,) * 5, (5, 6, 5, 6, 5), ()])
@@ -170,6 +189,18 @@ def test_blocks_of_a_broken_request_do_no_harm_to_the_next_owner() -> None:
         layer.k[1:], layer.v[1:] = torch.nan, torch.nan
     lab.engine.runner.note_error()
     assert lab.solo(prompt, params).tokens == oracle.tokens
+
+
+def test_after_a_broken_request_a_prefix_hit_still_finds_its_text() -> None:
+    """From then on blocks are cleared when they are handed out, but not those that a hit brings along."""
+    prompt = prompts(1, seed=9, low=40, high=41)[0]
+    lab = make_lab(draft_model(tiny_decoder(0)), chain(3))
+    cold = lab.solo(prompt, GREEDY)
+    lab.engine.runner.note_error()
+    warm = lab.solo(prompt, GREEDY)
+    assert warm.deltas[0].num_cached_tokens >= 32
+    assert warm.tokens == cold.tokens
+    assert [len(d.token_ids) for d in warm.deltas] == [len(d.token_ids) for d in cold.deltas]
 
 
 def test_a_nan_in_the_draft_changes_nothing() -> None:

@@ -17,7 +17,7 @@ from foretell.runner import outbox
 from foretell.runner.graphs import Captured, StepGraphs
 from foretell.runner.kv import clear_blocks
 from foretell.runner.outbox import Parcel, PromptParcel, Ticket
-from foretell.runner.plan import Chunk, NewSlot, Plan
+from foretell.runner.plan import Chunk, NewBlocks, NewSlot, Plan
 from foretell.runner.step import (
     Device,
     Outcome,
@@ -81,7 +81,9 @@ class Runner:
         self._asked: dict[int, NewSlot] = {}  # what each occupied slot's request asked for
         self._drafting = _Drafting(prompt=None, slots=[], outcomes=[])
         self._drafted: dict[int, int] = {}  # slots with a draft, and the tree it was made for
-        self._unseen: dict[int, int] = {}  # slots the drafter rests for: most tokens it has not seen
+        self._unseen: dict[
+            int, int
+        ] = {}  # slots the drafter rests for: most tokens it has not seen
         self._dirty = False
 
     @torch.inference_mode()
@@ -100,7 +102,9 @@ class Runner:
         for blocks in plan.new_blocks:
             slots.extend_blocks(blocks)
             if self._dirty:
-                clear_blocks((*self.device.kv.target, *self.device.kv.drafter), blocks.blocks)
+                clear_blocks(
+                    (*self.device.kv.target, *self.device.kv.drafter), self._fresh(plan, blocks)
+                )
         parcels: list[Parcel] = []
         prompts: list[PromptParcel] = []
         self._drafting = _Drafting(prompt=None, slots=[], outcomes=[])
@@ -202,6 +206,12 @@ class Runner:
     def drop_drafts(self, slots: Collection[int]) -> None:
         """The drafter failed for these slots: what they hold is no draft."""
         self.device.slots.draft[self._rows(sorted(slots))] = -1
+
+    def _fresh(self, plan: Plan, blocks: NewBlocks) -> tuple[int, ...]:
+        """Those of a slot's new blocks that hold nothing yet: a prefix-cache hit brings blocks that do."""
+        cached = next((new.cached for new in plan.new if new.slot == blocks.slot), 0)
+        held = -(-cached // self.device.kv.block_size)
+        return blocks.blocks[max(0, held - blocks.start) :]
 
     def note_error(self) -> None:
         """A NaN was seen: blocks handed out from now on are cleared first."""
