@@ -26,17 +26,17 @@ from foretell.engine.engine import Engine
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.layers import fill
+from foretell.ops.meta import SlotArrays
+from foretell.ops.reference.verify import Decision, Drafted
 from foretell.ops.table import OpTable, table_for
-from foretell.runner import step
+from foretell.ops.triton.fixed import FIXED
 from foretell.runner.build import Parts, assemble
 from foretell.sampling_params import SamplingParams
-from foretell.spec import verify
 from foretell.spec.drafter import Drafter, NoDrafter
 from foretell.spec.eagle import Concat, Eagle3Net, EagleDrafter
 from foretell.spec.eagle import Parts as NetParts
-from foretell.spec.nodes import Nodes
-from foretell.spec.processors import Law, Mode
-from foretell.spec.verify import Acceptance, Verdict
+from foretell.spec.ngram import NgramDrafter
+from foretell.spec.verify import Acceptance
 from foretell.spec.vocabulary import Vocabulary
 
 SHAPES: dict[str, dict[str, object]] = {
@@ -110,8 +110,10 @@ def fill_noise(model: torch.nn.Module, device: torch.device, seed: int = 0) -> N
         fill(model, name, values)
 
 
-def target_of(shape: str, dtype: torch.dtype, device: torch.device) -> Decoder:
-    model = Decoder(config_of(shape), dtype, device, table_for(device))
+def target_of(
+    shape: str, dtype: torch.dtype, device: torch.device, ops: OpTable | None = None
+) -> Decoder:
+    model = Decoder(config_of(shape), dtype, device, ops or table_for(device))
     fill_noise(model, device)
     return model
 
@@ -133,24 +135,22 @@ def eagle3(target: Decoder, vocabulary: int) -> EagleDrafter:
     return EagleDrafter(net, taps, pairs, Acceptance.MATCH)
 
 
-def forced(mean: float):
-    """The match rule with its work done and its verdict replaced: lengths alternate so that their mean is `mean`."""
-    real = verify.match
+def forced(mean: float, table: OpTable) -> OpTable:
+    """A table whose commit finds chains accepted so that their emitted lengths have this mean; all else is done."""
 
-    def rule(logits: torch.Tensor, nodes: Nodes, law: Law, mode: Mode, ops: OpTable) -> Verdict:
-        verdict = real(logits, nodes, law, mode, ops)
-        depth = nodes.shape.tree.depth
-        if depth == 0:
-            return verdict
-        whole, rest = int(mean), mean - int(mean)
-        turn = (nodes.positions[:, 0] * 7919) % 1000
-        count = torch.where(turn < 1000 * rest, whole + 1, whole).clamp(max=depth + 1)
-        place = torch.arange(depth + 1, device=count.device)
-        path = torch.minimum(place, count.unsqueeze(1) - 1)
-        tokens = verdict.tokens.gather(1, torch.zeros_like(path)).clamp(min=3)
-        return Verdict(path=path, count=count, tokens=tokens)
+    def decide(
+        drafted: Drafted, slots: SlotArrays, rows: torch.Tensor, block_size: int, moves: bool
+    ) -> Decision:
+        if drafted.depth > 0:
+            whole, rest = int(mean), mean - int(mean)
+            turn = (slots.length[rows].unsqueeze(1) * 7919) % 1000
+            count = torch.where(turn < 1000 * rest, whole + 1, whole)
+            place = torch.arange(drafted.depth + 1, device=rows.device)
+            right = torch.roll(drafted.sample, 1, dims=1)
+            drafted = replace(drafted, tokens=torch.where(place < count, right, -1))
+        return table.decide(drafted, slots, rows, block_size, moves)
 
-    return rule
+    return replace(table, decide=decide)
 
 
 def engine_of(target: Decoder, drafter: Drafter, k: int, batch: int, eager: bool = False) -> Engine:
@@ -161,6 +161,7 @@ def engine_of(target: Decoder, drafter: Drafter, k: int, batch: int, eager: bool
         kv_cache_memory_bytes=40 << 30 if target.config.hidden_size > 1000 else 1 << 30,
         enable_prefix_caching=False,
         enforce_eager=eager,
+        adaptive=False,
         drafter=Ngram(num_speculative_tokens=k) if k else None,
     )
     built = assemble(config, Parts(target, drafter, target.dtype), tokenizer=None)
@@ -168,9 +169,9 @@ def engine_of(target: Decoder, drafter: Drafter, k: int, batch: int, eager: bool
 
 
 def run(
-    engine: Engine, prompts: list[list[int]], output: int
+    engine: Engine, prompts: list[list[int]], output: int, temperature: float = 0.0
 ) -> tuple[list[list[int]], float, int]:
-    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+    params = SamplingParams(temperature=temperature, max_tokens=output, ignore_eos=True)
     torch.cuda.synchronize()
     started, steps = time.perf_counter(), 0
     for i, prompt in enumerate(prompts):
@@ -218,12 +219,27 @@ def check(device: torch.device) -> dict[str, object]:
             engine = engine_of(target, eagle3(target, 500), k, 8, eager)
             found[f"eagle3 k={k} eager={eager}"] = run(engine, prompts, 48)[0] == plain
             found[f"replays k={k} eager={eager}"] = engine.runner.graphs.replays
+    found["n-gram"] = run(engine_of(target, NgramDrafter(1, 3), 5, 8), prompts, 48)[0] == plain
+    sampled = run(engine_of(target, NoDrafter(), 0, 8), prompts, 48, 0.8)[0]
+    drafted = run(engine_of(target, eagle3(target, 500), 5, 8), prompts, 48, 0.8)[0]
+    found["sampled"] = drafted == sampled and sampled != plain
+    found["fixed"] = fixed(device, prompts)
     cpu = target_of("tiny", torch.float32, torch.device("cpu"))
     for ours, theirs in zip(cpu.parameters(), target.parameters(), strict=True):
         ours.data.copy_(theirs.data)
     reference = run(engine_of(cpu, NoDrafter(), 0, 8), prompts, 48)[0]
     found["cpu reference"] = sum(a == b for a, b in zip(reference, plain, strict=True))
     return found
+
+
+def fixed(device: torch.device, prompts: list[list[int]]) -> bool:
+    """bfloat16 text with and without drafts, and one by one, in the fixed order of addition."""
+    target = target_of("tiny", torch.bfloat16, device, FIXED)
+    plain = run(engine_of(target, NoDrafter(), 0, 8), prompts, 48)[0]
+    drafted = run(engine_of(target, eagle3(target, 500), 5, 8), prompts, 48)[0]
+    engine = engine_of(target, NoDrafter(), 0, 1)
+    alone = [run(engine, [prompt], 48)[0][0] for prompt in prompts]
+    return plain == drafted == alone
 
 
 def measure(target: Decoder, k: int, batch: int, repeats: int) -> dict[str, object]:
@@ -295,9 +311,9 @@ def main() -> None:
         print("check", json.dumps(result["check"]), flush=True)
     result["device"] = torch.cuda.get_device_name(device)
     result["copy_bandwidth"] = bandwidth(device)
-    target = target_of(arguments.shape, torch.bfloat16, device)
+    ops = forced(arguments.mean, table_for(device))
+    target = target_of(arguments.shape, torch.bfloat16, device, ops)
     rows = []
-    step.verify.match = forced(arguments.mean)  # type: ignore[assignment]
     for batch in arguments.batch:
         for k in (0, arguments.k):
             try:
@@ -310,7 +326,8 @@ def main() -> None:
             torch.cuda.empty_cache()
     if arguments.profile:
         for k in (0, arguments.k):
-            profile(target, k, 1, out)
+            for batch in (1, arguments.batch[-1]):
+                profile(target, k, batch, out)
     result["rows"] = rows
     (out / "gpu.json").write_text(json.dumps(result, indent=1))
     print(json.dumps(result))

@@ -1,6 +1,6 @@
-"""Every kernel against its reference and against its floor, at the shapes of Llama-3.1-8B, on one GPU.
+"""Every kernel but products (products.py) against its reference and its floor, at Llama-3.1-8B's shapes, on one GPU.
 
-    python bench/kernels.py [--only attention linear ...] [--seconds 220]
+    python bench/kernels.py [--only attention sample ...] [--seconds 220]
 
 A kernel is checked first, then timed (see `kernel_timing.py`). The floor is the bytes that must move over the copy
 bandwidth measured here. A case that fails says so and the next one runs. The last line is one JSON object; with OUT
@@ -22,14 +22,14 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from foretell.ops.meta import LayerKV, RaggedRows, TreeRows, flat_slots
+from foretell.ops.meta import LayerKV, RaggedRows, SlotArrays, TreeRows, flat_slots
 from foretell.ops.reference import attention as reference_attention
 from foretell.ops.reference import layers as reference_layers
 from foretell.ops.reference import linear as reference_linear
 from foretell.ops.reference import sample as reference_sample
-from foretell.ops.triton import attention, experts, layers, linear, ngram, sample, verify
+from foretell.ops.reference.verify import Drafted
+from foretell.ops.triton import attention, experts, layers, ngram, sample, verify
 from foretell.ops.triton.attention import FAST, FIXED, Tuning
-from foretell.ops.triton.linear import Tile
 from kernel_timing import (
     DEVICE,
     DTYPE,
@@ -37,19 +37,11 @@ from kernel_timing import (
     Call,
     copies,
     copy_bandwidth,
-    microseconds,
     randn,
     relative,
 )
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCABULARY, BLOCK = 4096, 32, 8, 128, 14336, 128256, 16
-PRODUCTS = {
-    "qkv": ((HEADS + 2 * KV_HEADS) * DIM, HIDDEN),
-    "o": (HIDDEN, HEADS * DIM),
-    "gate_up": (2 * INNER, HIDDEN),
-    "down": (HIDDEN, INNER),
-    "head": (VOCABULARY, HIDDEN),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +70,7 @@ def verification(rows: int, nodes: int, context: int) -> Verification:
         slots = flat_slots(table, positions, BLOCK, positions >= 0)
         # The bound of a captured graph is the longest text there may be, not this one.
         metas.append(
-            TreeRows(positions, slots, table, start, bits, positions, max(8192, context + nodes))
+            TreeRows(positions, slots, table, start, bits, positions, 2 * (context + nodes))
         )
     return Verification(randn(rows * nodes, HEADS, DIM), kv, metas, nbytes)
 
@@ -112,6 +104,39 @@ def attention_error(case: Verification, nodes: int, tuning: Tuning) -> float:
     return relative(out[: few * nodes], expected)
 
 
+DIVIDED = ((1, 1), (1, 6), (8, 1), (8, 6), (32, 1), (32, 6), (128, 1), (128, 6))
+VARIANTS = {
+    "att splits 1": Tuning(splits=1), "att splits 2": Tuning(splits=2), "att splits 4": Tuning(splits=4),
+    "att splits 8": Tuning(splits=8), "att n 32": Tuning(block_n=32), "att n 128": Tuning(block_n=128),
+    "att n 32 s1": Tuning(block_n=32, splits=1), "att p2": Tuning(stages=2), "att p3": Tuning(stages=3),
+    "att p3 s1": Tuning(stages=3, splits=1), "att w8": Tuning(warps=8), "att n 128 w8": Tuning(block_n=128, warps=8, stages=2),
+    "att w2": Tuning(warps=2), "att fixed": FIXED,
+}  # fmt: skip
+
+
+def bench_divided(bench: Bench) -> None:
+    """Ways to divide attention over few hundred keys."""
+    for rows, nodes in DIVIDED:
+        bench.try_case(
+            f"divided {rows} {nodes}",
+            lambda r=rows, n=nodes: _attention_case(
+                bench, r, n, 384, {"attention": FAST, **VARIANTS}
+            ),
+        )
+
+
+def _compile_part(part: int, of: int) -> None:
+    cases = [(r, n, t) for r, n in DIVIDED for t in (FAST, *VARIANTS.values())]
+    for rows, nodes, tuning in cases[part::of]:
+        case = verification(rows, nodes, 384)
+        try:
+            plan = attention.mask(case.metas[0], None, BLOCK, HEADS // KV_HEADS, DTYPE, tuning)
+            attend(case, case.metas[0], plan)
+        except Exception as error:  # reported where it is timed
+            print(f"compile {rows} {nodes} {tuning}: {str(error)[:200]}")
+    torch.cuda.synchronize()
+
+
 def bench_attention(bench: Bench) -> None:
     """Decode and verification."""
     for rows in (1, 8, 32, 128):
@@ -123,29 +148,6 @@ def bench_attention(bench: Bench) -> None:
                         bench, r, n, c, {"attention": FAST}
                     ),
                 )
-    variants = {
-        "att splits 8": Tuning(splits=8), "att splits 16": Tuning(splits=16), "att splits 32": Tuning(splits=32),
-        "att splits 4": Tuning(splits=4), "att splits 2": Tuning(splits=2), "att splits 1": Tuning(splits=1),
-        "att join inside": Tuning(join_inside=True), "att join apart": Tuning(join_inside=False),
-        "att block_n 32": Tuning(block_n=32), "att block_n 128": Tuning(block_n=128),
-        "att block_m 16": Tuning(block_m=16), "att fixed 512/16": FIXED,
-        "att fixed 512/32": replace(FIXED, block_m=32),
-        "att fixed 1024/32": replace(FIXED, split_tokens=1024, block_m=32),
-    }  # fmt: skip
-    for rows, nodes, context in (
-        (1, 1, 512),
-        (1, 6, 512),
-        (8, 6, 512),
-        (32, 6, 512),
-        (128, 6, 512),
-        (8, 26, 512),
-    ):
-        bench.try_case(
-            f"attention variants {rows} {nodes}",
-            lambda r=rows, n=nodes, c=context: _attention_case(
-                bench, r, n, c, {"attention": FAST, **variants}
-            ),
-        )
 
 
 def _attention_case(
@@ -328,12 +330,10 @@ def _verify_case(bench: Bench, rows: int, nodes: int) -> None:
     place = torch.arange(nodes, device=DEVICE).unsqueeze(0)
     parents, depths = (place - 1).clamp(min=0), place
     bits = (torch.ones_like(place) << (place + 1)) - 1
-    drafted = verify.Drafted(
-        ints(2, rows, nodes), ints(2, rows, nodes), parents, depths, bits, nodes - 1
-    )
+    drafted = Drafted(ints(2, rows, nodes), ints(2, rows, nodes), parents, depths, bits, nodes - 1)
     per = 4096 // BLOCK
     length = torch.full((rows,), 300, device=DEVICE)
-    slots = verify.SlotArrays(
+    slots = SlotArrays(
         tokens=ints(500, rows, 4096).int(), length=length, limit=length + (1 << 40),
         live=torch.ones(rows, dtype=torch.bool, device=DEVICE), stop=torch.full((rows, 32), -1, device=DEVICE),
         blocks=torch.arange(rows * per, device=DEVICE, dtype=torch.int32).view(rows, per) % 4000 + 1,
@@ -344,22 +344,22 @@ def _verify_case(bench: Bench, rows: int, nodes: int) -> None:
     # The text must not run out of its row while the clock runs, so the length is set back in the same graph.
     def decide() -> object:
         slots.length.fill_(300)
-        return verify.decide(drafted, slots, which, BLOCK)
+        return verify.decide(drafted, slots, which, BLOCK, True)
 
     bench.add("decide + fill", label, [decide], 0)
     pool = [
         LayerKV(randn(4001, BLOCK, KV_HEADS, DIM), randn(4001, BLOCK, KV_HEADS, DIM))
         for _ in range(8)
     ] * 4
-    pointers = verify.kv_pointers(pool)
+    pages = verify.kv_pages(pool)
     depth = min(6, nodes)
     source = (which.unsqueeze(1) * 64 % 60000 + BLOCK) + torch.arange(depth, device=DEVICE) * 2
     target = (which.unsqueeze(1) * 64 % 60000 + BLOCK) + torch.arange(depth, device=DEVICE)
     moved = 2 * 2 * len(pool) * rows * (depth - 1) * KV_HEADS * DIM * 2
-    bench.add("move_kv 32 layers", label, [lambda: verify.move_kv(pointers, source, target)], moved)
+    bench.add("move_kv 32 layers", label, [lambda: verify.move_kv(pages, source, target)], moved)
     long = torch.full((rows,), 4000, device=DEVICE)
     spine = torch.ones(nodes, dtype=torch.bool, device=DEVICE)
-    calls: list[Call] = [lambda: ngram.draft(slots.tokens, which, long, depths, spine, 2, 4)]
+    calls: list[Call] = [lambda: ngram.draft(slots.tokens, which, long, 4000, depths, spine, 2, 4)]
     bench.add("ngram L 4000", label, calls, rows * 16000)
 
 
@@ -383,107 +383,6 @@ def bench_experts(bench: Bench) -> None:
         bench.try_case(f"experts {rows}", one)
 
 
-def tiles(rows: int) -> dict[str, Tile]:
-    """Ways to divide a product."""
-    m = min(64, max(16, 1 << (rows - 1).bit_length()))
-    found = {}
-    for outputs, inner, warps, stages in (
-        (64, 128, 4, 4), (64, 128, 4, 3), (64, 256, 4, 3), (32, 256, 4, 4), (16, 256, 4, 4),
-        (128, 64, 4, 4), (128, 128, 8, 3),
-    ):  # fmt: skip
-        for split in (1, 2, 4, 8):
-            tile = Tile(outputs, m, inner, split, warps, stages)
-            if (outputs + m) * inner * 2 * stages <= 200 << 10:
-                found[f"{outputs}x{m}x{inner} s{split} w{warps} p{stages}"] = tile
-    return found
-
-
-def bench_linear(bench: Bench) -> None:
-    """cuBLAS beside our own products; of ours the best tile is reported, and the one that `tile_for` takes."""
-    for name, (outputs, inner) in PRODUCTS.items():
-        nbytes = outputs * inner * 2
-        weights = [randn(outputs, inner) * inner**-0.5 for _ in range(copies(nbytes, 6))]
-        for rows in (1, 6, 8, 26, 48, 64, 128, 192, 768):
-            bench.try_case(
-                f"linear {name} {rows}",
-                lambda n=name, w=weights, r=rows: _linear_case(bench, n, w, r),
-            )
-        del weights
-        torch.cuda.empty_cache()
-
-
-def _linear_case(bench: Bench, name: str, weights: list[Tensor], rows: int) -> None:
-    outputs, inner = weights[0].shape
-    x = randn(rows, inner)
-    nbytes = weights[0].nbytes + x.nbytes + rows * outputs * 2
-    label = f"{name} R {rows}"
-    bench.add("cublas", label, [lambda w=w: F.linear(x, w) for w in weights], nbytes)
-    if name in ("o", "down"):
-        residual = randn(rows, outputs) * 0
-        bench.add(
-            "cublas addmm_", label, [lambda w=w: residual.addmm_(x, w.T) for w in weights], nbytes
-        )
-    if rows > linear.MOST_ROWS:
-        return
-    expected = x.float() @ weights[0].float().T
-    chosen = linear.tile_for(rows, outputs, inner, 2, x.device)
-    _product_case(bench, "own tile_for", label, x, weights, chosen, expected, nbytes)
-    if rows in (1, 6, 48):
-        fixed = linear.fixed_tile(weights[0])
-        _product_case(bench, "own fixed", label, x, weights, fixed, expected, nbytes)
-    if rows in (1, 6, 48) and time.monotonic() < bench.deadline - 20:
-        _best_tile(bench, label, x, weights, expected, nbytes)
-    if name == "gate_up" and rows in (1, 6, 48):
-        tile = Tile(64, chosen.rows, 128, 1, 4, 3)
-        gated = [lambda w=w: linear.gated_product(x, w, None, "silu", tile) for w in weights]
-        error = relative(gated[0](), reference_layers.act_mul(expected, "silu"))
-        bench.add("own gated", label, gated, nbytes, error)
-        both: list[Call] = [lambda w=w: layers.act_mul(F.linear(x, w), "silu") for w in weights]
-        bench.add("cublas + act_mul", label, both, nbytes)
-
-
-def _product_case(
-    bench: Bench,
-    name: str,
-    label: str,
-    x: Tensor,
-    weights: list[Tensor],
-    tile: Tile,
-    expected: Tensor,
-    nbytes: float,
-) -> None:
-    calls = [lambda w=w: linear.product_parts(x, w, tile) for w in weights]
-    if tile.split_k == 1:
-        calls = [lambda w=w: linear.product(x, w, None, None, tile) for w in weights]
-    error = relative(linear.product(x, weights[0], None, None, tile), expected)
-    note = f"{tile.outputs}x{tile.rows}x{tile.inner} s{tile.split_k} w{tile.warps} p{tile.stages}"
-    bench.add(
-        name, label, calls, nbytes, error, note + (", parts not added" if tile.split_k > 1 else "")
-    )
-
-
-def _best_tile(
-    bench: Bench, label: str, x: Tensor, weights: list[Tensor], expected: Tensor, nbytes: float
-) -> None:
-    times: dict[str, tuple[float, Tile]] = {}
-    for name, tile in tiles(x.shape[0]).items():
-        programs = -(-weights[0].shape[0] // tile.outputs) * tile.split_k
-        if not 96 <= programs <= 4096 or time.monotonic() > bench.deadline - 20:
-            continue
-        try:
-            times[name] = (
-                microseconds([lambda w=w, t=tile: linear.product_parts(x, w, t) for w in weights]),
-                tile,
-            )
-        except Exception as error:
-            bench.lines.append(f"    tile {name}: {type(error).__name__} {str(error)[:200]}")
-    for name, (us, _) in sorted(times.items(), key=lambda item: item[1][0]):
-        bench.lines.append(f"    {label} {name} {us:.1f} us")
-    if times:
-        best = min(times.values(), key=lambda item: item[0])[1]
-        _product_case(bench, "own best tile", label, x, weights, best, expected, nbytes)
-
-
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     "layers": bench_layers,
     "verify": bench_verify,
@@ -491,7 +390,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "experts": bench_experts,
     "prefill": bench_prefill,
     "attention": bench_attention,
-    "linear": bench_linear,
+    "divided": bench_divided,
 }
 
 
@@ -504,8 +403,18 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=220.0, help="time for everything, compilation included"
     )
+    parser.add_argument(
+        "--compile",
+        type=int,
+        nargs=2,
+        metavar=("PART", "OF"),
+        help="only compile a part of `divided`",
+    )
     arguments = parser.parse_args()
     torch.manual_seed(0)
+    if arguments.compile:
+        _compile_part(*arguments.compile)
+        return
     began = time.monotonic()
     bench = Bench(copy_bandwidth(), began + arguments.seconds)
     bench.say(

@@ -43,9 +43,7 @@ def test_embedding_is_the_references_bit_for_bit(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("shape", [(1, 576), (5, 1), (3, 7), (2, 9, 80), (0, 64)])
-def test_norm_is_the_references(
-    dtype: torch.dtype, residual: bool, shape: tuple[int, ...]
-) -> None:
+def test_norm_is_the_references(dtype: torch.dtype, residual: bool, shape: tuple[int, ...]) -> None:
     x, weight = 3 * noise(*shape, dtype=dtype), noise(shape[-1])
     added = noise(*shape, dtype=dtype) if residual else None
     expected = reference.rms_norm(x.double(), weight.double(), 1e-5, added)

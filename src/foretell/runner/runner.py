@@ -93,18 +93,16 @@ class Runner:
         if self._learner is not None:
             for text in plan.past:
                 self._learner.learn(torch.tensor(text, dtype=torch.int32))
+        slots.admit(plan.new)
         for new in plan.new:
-            slots.admit(new)
             self._asked[new.slot] = new
             self._drafted.pop(new.slot, None)
             self._unseen.pop(new.slot, None)
             self._follow(new)
-        for blocks in plan.new_blocks:
-            slots.extend_blocks(blocks)
-            if self._dirty:
-                clear_blocks(
-                    (*self.device.kv.target, *self.device.kv.drafter), self._fresh(plan, blocks)
-                )
+        slots.extend_blocks(plan.new_blocks)
+        if self._dirty:
+            for blocks in plan.new_blocks:
+                clear_blocks((*self.device.kv.target, *self.device.kv.drafter), self._fresh(plan, blocks))
         parcels: list[Parcel] = []
         prompts: list[PromptParcel] = []
         self._drafting = _Drafting(prompt=None, slots=[], outcomes=[])

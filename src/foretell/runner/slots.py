@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from foretell.ops.meta import SlotArrays
 from foretell.runner.plan import NewBlocks, NewSlot
+from foretell.sampling_params import SamplingParams
 from foretell.spec.processors import History, Law, Mode
 
 STOP_IDS = 32  # stop tokens a request may have on the device, the model's own end tokens included
@@ -82,38 +84,66 @@ class Slots:
     def _floats(self, rows: int, value: float) -> Tensor:
         return torch.full((rows,), value, dtype=torch.float32, device=self.device)
 
-    def admit(self, new: NewSlot) -> None:
-        """Fill a row for a request that enters it; everything of the previous owner is overwritten."""
-        slot, params = new.slot, new.params
-        count = len(new.tokens)
-        assert count <= self.sizes.length, (count, self.sizes.length)
-        self.tokens[slot, :count] = torch.tensor(new.tokens, dtype=torch.int32, device=self.device)
-        self.length[slot] = count
-        self.prompt_length[slot] = new.prompt_length
-        self.limit[slot] = new.limit
-        self.live[slot] = True
-        self.blocks[slot] = 0
-        self.stop[slot] = _padded(new.stop_ids, STOP_IDS).to(self.device)
-        self.seed[slot] = new.seed
-        self.temperature[slot] = params.temperature
-        self.top_k[slot] = min(params.top_k, self.sizes.vocabulary)
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.repetition[slot] = params.repetition_penalty
-        self.frequency[slot] = params.frequency_penalty
-        self.presence[slot] = params.presence_penalty
-        self.min_tokens[slot] = min(params.min_tokens, new.limit)
-        self.draft[slot] = -1
-        most = params.num_speculative_tokens
-        self.most_drafted[slot] = self.sizes.depth if most is None else min(most, self.sizes.depth)
-        self.feature[slot] = 0
-        self._set_bias(new)
-        self._set_bad_words(new)
+    def admit(self, news: Sequence[NewSlot]) -> None:
+        """Fill the rows of requests that enter them; everything of the previous owners is overwritten."""
+        if not news:
+            return
+        for new in news:
+            count = len(new.tokens)
+            assert count <= self.sizes.length, (count, self.sizes.length)
+            self.tokens[new.slot, :count] = self._send(new.tokens, torch.int32)
+        rows = self._send([new.slot for new in news], torch.int64)
+        ints = self._send([self._numbers(new) for new in news], torch.int64).unbind(1)
+        arrays = (self.length, self.prompt_length, self.limit, self.seed, self.top_k)
+        for array, values in zip((*arrays, self.min_tokens, self.most_drafted), ints, strict=True):
+            array[rows] = values
+        floats = self._send([_fractions(new.params) for new in news], torch.float32).unbind(1)
+        weights = (self.repetition, self.frequency, self.presence)
+        for array, values in zip(
+            (self.temperature, self.top_p, self.min_p, *weights), floats, strict=True
+        ):
+            array[rows] = values
+        self.stop[rows] = self._send([_padded(new.stop_ids) for new in news], torch.int64)
+        self.live[rows] = True
+        self.blocks[rows] = 0
+        self.draft[rows] = -1
+        self.feature[rows] = 0
+        for new in news:
+            self._set_bias(new)
+            self._set_bad_words(new)
 
-    def extend_blocks(self, new: NewBlocks) -> None:
-        """Write entries of a slot's block table."""
-        ids = torch.tensor(new.blocks, dtype=torch.int32, device=self.device)
-        self.blocks[new.slot, new.start : new.start + len(new.blocks)] = ids
+    def _numbers(self, new: NewSlot) -> list[int]:
+        """The integers of a row, in the order that `admit` takes them in."""
+        params, depth = new.params, self.sizes.depth
+        most = params.num_speculative_tokens
+        return [
+            len(new.tokens),
+            new.prompt_length,
+            new.limit,
+            new.seed,
+            min(params.top_k, self.sizes.vocabulary),
+            min(params.min_tokens, new.limit),
+            depth if most is None else min(most, depth),
+        ]
+
+    def extend_blocks(self, news: Sequence[NewBlocks]) -> None:
+        """Write entries of block tables; one copy for all of them."""
+        if not news:
+            return
+        entries = [
+            (new.slot, new.start + place, block)
+            for new in news
+            for place, block in enumerate(new.blocks)
+        ]
+        slots, places, ids = self._send(entries, torch.int64).unbind(1)
+        self.blocks[slots, places] = ids.to(torch.int32)
+
+    def _send(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
+        """Host numbers on the device; a copy from pinned memory waits for nothing."""
+        host = torch.tensor(values, dtype=dtype)
+        if self.device.type != "cuda":
+            return host.to(self.device)
+        return host.pin_memory().to(self.device, non_blocking=True)
 
     def _set_bias(self, new: NewSlot) -> None:
         params = new.params
@@ -174,6 +204,18 @@ class Slots:
         )
 
 
-def _padded(ids: tuple[int, ...], width: int) -> Tensor:
-    assert len(ids) <= width, (len(ids), width)
-    return torch.tensor([*ids, *[-1] * (width - len(ids))], dtype=torch.int64)
+def _fractions(params: SamplingParams) -> list[float]:
+    """The floating numbers of a row, in the order that `Slots.admit` takes them in."""
+    return [
+        params.temperature,
+        params.top_p,
+        params.min_p,
+        params.repetition_penalty,
+        params.frequency_penalty,
+        params.presence_penalty,
+    ]
+
+
+def _padded(ids: tuple[int, ...]) -> list[int]:
+    assert len(ids) <= STOP_IDS, (len(ids), STOP_IDS)
+    return [*ids, *[-1] * (STOP_IDS - len(ids))]

@@ -32,7 +32,7 @@ from foretell.ops.triton.device import (
 )
 
 _KV_HEADS = 128  # most KV heads that the counters of a forward pass have room for
-_JOIN_INSIDE = 1 << 16  # bytes of parts up to which the last program joins them by itself
+_JOIN_INSIDE = 8  # parts up to which the last program joins them by itself
 _MAX_SPLITS = 64
 _WIDE_HEAD_ROWS = (
     64  # rows of a product whose heads are wider than 128: more would not fit the registers
@@ -54,7 +54,8 @@ class Tuning:
         block_m: most rows of a product (query heads times nodes); rows beyond are in further programs.
         block_n: keys of a tile; None: by the head's size.
         splits: number of parts, for experiments; None: chosen.
-        join_inside: whether the last program joins the parts; None: by their size.
+        join_inside: whether the last program joins the parts; None: by their number.
+        warps, stages: of a program; None: by the tile.
     """
 
     split_tokens: int | None = None
@@ -62,6 +63,8 @@ class Tuning:
     block_n: int | None = None
     splits: int | None = None
     join_inside: bool | None = None
+    warps: int | None = None
+    stages: int | None = None
 
 
 FAST = Tuning()
@@ -179,7 +182,7 @@ def _tree(
     assert chunk % tile.block_n == 0, f"split_tokens {chunk} is no multiple of {tile.block_n}"
     programs = rows * tiles * kv_heads
     splits = _splits(meta.keys, programs, tile.block_n, tuning, limits(q.device))
-    join = _joins(splits, block_m * dim * 4 * splits, tuning)
+    join = _joins(splits, tuning)
     counters = plan.counters
     assert counters is not None, "the plan is for ragged rows"
     assert programs <= counters.numel(), (programs, counters.numel())
@@ -199,8 +202,9 @@ def _tree(
         nodes, meta.tail_positions.shape[1], tiles, splits, heads,
         GROUP=group, DIM=dim, DIM_PAD=max(16, power_of_two(dim)), BLOCK_SIZE=block_size,
         BLOCK_M=block_m, BLOCK_N=tile.block_n, CHUNK=chunk, WINDOW=window is not None,
-        SOFTCAP=softcap is not None, JOIN=join, PRECISION=dot_precision(q.dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
+        SOFTCAP=softcap is not None, JOIN=join,
+        SPLITS=power_of_two(splits) if join == _INSIDE else 1, PRECISION=dot_precision(q.dtype),
+        num_warps=tuning.warps or tile.warps, num_stages=tuning.stages or tile.stages,
         **launch.options(q.device),
     )  # fmt: skip
     if join == _APART:
@@ -287,14 +291,17 @@ def _splits(keys: int, programs: int, block_n: int, tuning: Tuning, device: Devi
         return ceil_div(keys, tuning.split_tokens)
     if tuning.splits is not None:
         return tuning.splits
-    wanted = ceil_div(2 * device.processors, programs)
-    return max(1, min(wanted, ceil_div(keys, 2 * block_n), _MAX_SPLITS))
+    if programs >= device.processors:
+        return 1
+    wanted = min(ceil_div(2 * device.processors, programs), ceil_div(keys, block_n), _MAX_SPLITS)
+    # A few parts more are not worth a kernel that joins them.
+    return _JOIN_INSIDE if _JOIN_INSIDE < wanted <= _JOIN_INSIDE * 3 // 2 else max(1, wanted)
 
 
-def _joins(splits: int, part_bytes: int, tuning: Tuning) -> int:
+def _joins(splits: int, tuning: Tuning) -> int:
     if splits == 1:
         return _NONE
-    inside = tuning.join_inside if tuning.join_inside is not None else part_bytes <= _JOIN_INSIDE
+    inside = tuning.join_inside if tuning.join_inside is not None else splits <= _JOIN_INSIDE
     return _INSIDE if inside else _APART
 
 
@@ -373,7 +380,7 @@ def _tree_kernel(
     nodes, tails, tiles, splits, heads,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, JOIN: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, JOIN: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """A part of the keys, for a KV head and a tile of a request's rows; row m is head m % GROUP of node m // GROUP."""
@@ -461,34 +468,38 @@ def _tree_kernel(
         if before == splits - 1:
             tl.store(counter, 0)  # ready for the next layer
             tl.debug_barrier()
+            # Unrolled: every part is on its way before the first is needed.
             peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-            for s in range(splits):
+            for s in tl.static_range(SPLITS):
                 at = (request * splits + s) * 2 * width
-                peak = tl.maximum(
-                    peak,
-                    tl.load(stats + at + row, mask=own, other=float("-inf"), cache_modifier=".cg"),
+                there = own & (row * 0 + s < splits)
+                found = tl.load(
+                    stats + at + row, mask=there, other=float("-inf"), cache_modifier=".cg"
                 )
+                peak = tl.maximum(peak, found)
             safe = tl.where(peak == float("-inf"), 0.0, peak)
             acc = tl.zeros([BLOCK_M, DIM_PAD], dtype=tl.float32)
             mass = tl.zeros([BLOCK_M], dtype=tl.float32)
-            for s in range(splits):
+            for s in tl.static_range(SPLITS):
                 part = request * splits + s
                 at = part * 2 * width
+                there = own & (row * 0 + s < splits)
                 part_peak = tl.load(
-                    stats + at + row, mask=own, other=float("-inf"), cache_modifier=".cg"
+                    stats + at + row, mask=there, other=float("-inf"), cache_modifier=".cg"
                 )
                 part_mass = tl.load(
-                    stats + at + width + row, mask=own, other=0.0, cache_modifier=".cg"
+                    stats + at + width + row, mask=there, other=0.0, cache_modifier=".cg"
                 )
                 some = part_peak > float("-inf")
                 values = tl.load(
                     parts + (part * width + row[:, None]) * DIM + dims[None, :],
-                    mask=inside & some[:, None],
+                    mask=inside & there[:, None],
                     other=0.0,
                     cache_modifier=".cg",
                 )
-                factor = tl.exp2(part_peak - safe)
-                acc += values * factor[:, None]
+                factor = tl.where(some, tl.exp2(part_peak - safe), 0.0)
+                # What an empty part left behind may be anything.
+                acc += tl.where(some[:, None], values, 0.0) * factor[:, None]
                 mass += part_mass * factor
     if JOIN != 1:
         last = True

@@ -1,8 +1,11 @@
 """Dependent launches (Hopper and on): a kernel may start while the one before it still runs.
 
 Every kernel first lets its successor start, and touches nothing but weights before it has waited for all kernels
-before it: what they computed is visible only then. So the gaps between kernels close, and a product fetches the head
-of its weights while a norm or attention runs. On older devices the same kernels are launched one after the other.
+before it: what they computed is visible only then. So the gaps between kernels close. On older devices the same kernels
+are launched one after the other.
+
+Tried on an H200 and dropped: a product that fetches the head of its weights into the second-level cache, or into
+registers, before it waits (no gain in a layer; with 4 kB a row a loss of a tenth).
 """
 
 from __future__ import annotations

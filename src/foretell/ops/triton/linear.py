@@ -1,10 +1,9 @@
 """Products with weights, x W^T: cuBLAS, and our own kernels for few rows (1 to 64), where reading W is all the work.
 
 The weight is the left operand (its rows fill the matrix units, the few rows of x pad to 16), so one program streams a
-band of W once, the head of it before the kernels in front have ended (`launch`). With `split_k` the inner axis is
-divided among programs; the parts [S, R, O] float32 are added up in order by the program of a tile that ends last, or,
-where they are many, by a kernel of their own. A result's order of addition depends on the tile alone, not on the number
-of rows.
+band of W once. With `split_k` the inner axis is divided among programs; the parts [S, R, O] float32 are added up in
+order by the program of a tile that ends last, or, where they are many, by a kernel of their own. A result's order of
+addition depends on the tile alone, not on the number of rows.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ class Tile:
     split_k: int = 1
     warps: int = 4
     stages: int = 4
-    early: int = 0  # turns whose W is read before the kernels in front have ended, at most 3 (2 of `gated_product`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +139,7 @@ def gated_product(
             x, weight, bias, out, rows, outputs, inner, x.stride(0), weight.stride(0),
             ACTIVATION=_ACTIVATIONS[activation], BIAS=bias is not None,
             EVEN=inner % tile.inner == 0, BLOCK_O=tile.outputs, BLOCK_M=tile.rows,
-            BLOCK_K=tile.inner, EARLY=_early(tile, inner, 2), PRECISION=dot_precision(x.dtype),
+            BLOCK_K=tile.inner, PRECISION=dot_precision(x.dtype),
             num_warps=tile.warps, num_stages=tile.stages, **launch.options(x.device),
         )  # fmt: skip
     return out
@@ -149,12 +147,27 @@ def gated_product(
 
 def best_tile(rows: int, weight: Tensor) -> Tile | None:
     """The tile of a product of few rows, where our own is the faster one; None: cuBLAS."""
-    return None
+    if not _streams(rows, weight):
+        return None
+    outputs, inner = weight.shape
+    split = 1
+    while ceil_div(outputs, 64) * split < 96 and inner // (256 * split) >= 4:
+        split *= 2
+    block = max(16, power_of_two(rows))
+    return Tile(64, block, 128, split, warps=4, stages=6 if block == 16 else 5)
 
 
 def best_gated_tile(rows: int, weight: Tensor) -> Tile | None:
     """The same for `gated_product`; None: a product, then the activation."""
-    return None
+    if not _streams(rows, weight):
+        return None
+    return Tile(64, max(16, power_of_two(rows)), 128, warps=4, stages=4)
+
+
+def _streams(rows: int, weight: Tensor) -> bool:
+    """Whether a product is one of those that were measured: on Hopper, 16-bit numbers, few rows, whole turns."""
+    whole = weight.shape[1] % 128 == 0 and weight.element_size() == 2
+    return whole and rows <= MOST_ROWS and limits(weight.device).capability >= 90
 
 
 def tile_for(rows: int, outputs: int, inner: int, itemsize: int, device: torch.device) -> Tile:
@@ -181,13 +194,6 @@ def _stages(rows: int, inner: int, itemsize: int, limit: DeviceLimits) -> int:
     return max(2, min(5, (limit.shared_bytes // 2 - 2048) // (rows * inner * itemsize)))
 
 
-def _early(tile: Tile, inner: int, most: int) -> int:
-    """Turns read early: only where every program has more of them, all whole."""
-    turns = inner // (tile.inner * tile.split_k)
-    whole = turns * tile.inner * tile.split_k == inner
-    return min(tile.early, most) if whole and turns > tile.early else 0
-
-
 def _tiles(rows: int, outputs: int, tile: Tile) -> int:
     return ceil_div(rows, tile.rows) * ceil_div(outputs, tile.outputs)
 
@@ -210,8 +216,8 @@ def _launch(
         rows, outputs, inner, x.stride(0), weight.stride(0),
         BIAS=bias is not None, RESIDUAL=residual is not None, EVEN=inner % tile.inner == 0,
         BLOCK_O=tile.outputs, BLOCK_M=tile.rows, BLOCK_K=tile.inner, SPLIT=tile.split_k,
-        JOIN=parts is not None and out is not None, EARLY=_early(tile, inner, 3),
-        PRECISION=dot_precision(x.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        JOIN=parts is not None and out is not None, PRECISION=dot_precision(x.dtype),
+        num_warps=tile.warps, num_stages=tile.stages,
         **launch.options(x.device),
     )  # fmt: skip
 
@@ -237,7 +243,7 @@ def _linear_kernel(
     rows, outputs, inner, x_row, weight_row,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
-    JOIN: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    JOIN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -250,22 +256,9 @@ def _linear_kernel(
     w_at = weight + (o % outputs).to(tl.int64)[:, None] * weight_row + k[None, :]
     own = m < rows  # a masked row is no traffic
     x_at = x + m.to(tl.int64)[:, None] * x_row + k[None, :]
-    launch.release(PDL)
-    if EARLY > 0:  # on their way into registers while the kernels in front end
-        w_0 = tl.load(w_at + first, eviction_policy="evict_first")
-    if EARLY > 1:
-        w_1 = tl.load(w_at + first + BLOCK_K, eviction_policy="evict_first")
-    if EARLY > 2:
-        w_2 = tl.load(w_at + first + 2 * BLOCK_K, eviction_policy="evict_first")
-    launch.wait(PDL)
-    if EARLY > 0:
-        x_0 = tl.load(x_at + first, mask=own[:, None], other=0.0)
-    if EARLY > 1:
-        x_1 = tl.load(x_at + first + BLOCK_K, mask=own[:, None], other=0.0)
-    if EARLY > 2:
-        x_2 = tl.load(x_at + first + 2 * BLOCK_K, mask=own[:, None], other=0.0)
+    launch.start(PDL)
     acc = tl.zeros([BLOCK_O, BLOCK_M], dtype=tl.float32)
-    for at in range(first + EARLY * BLOCK_K, end, BLOCK_K):
+    for at in range(first, end, BLOCK_K):
         if EVEN:
             w = tl.load(w_at + at, eviction_policy="evict_first")
             rows_of_x = tl.load(x_at + at, mask=own[:, None], other=0.0)
@@ -274,12 +267,6 @@ def _linear_kernel(
             w = tl.load(w_at + at, mask=inside, other=0.0, eviction_policy="evict_first")
             rows_of_x = tl.load(x_at + at, mask=inside & own[:, None], other=0.0)
         acc = tl.dot(w, tl.trans(rows_of_x), acc, input_precision=PRECISION)
-    if EARLY > 0:
-        acc = tl.dot(w_0, tl.trans(x_0), acc, input_precision=PRECISION)
-    if EARLY > 1:
-        acc = tl.dot(w_1, tl.trans(x_1), acc, input_precision=PRECISION)
-    if EARLY > 2:
-        acc = tl.dot(w_2, tl.trans(x_2), acc, input_precision=PRECISION)
     inside = own[:, None] & (o < outputs)[None, :]
     result = tl.trans(acc)
     to = m.to(tl.int64)[:, None] * outputs + o[None, :]
@@ -331,7 +318,7 @@ def _sum_kernel(
 def _gated_kernel(
     x, weight, bias, out, rows, outputs, inner, x_row, weight_row,
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -341,21 +328,10 @@ def _gated_kernel(
     up_at = gate_at + tl.cast(outputs, tl.int64) * weight_row
     own = m < rows
     x_at = x + m.to(tl.int64)[:, None] * x_row + k[None, :]
-    launch.release(PDL)
-    if EARLY > 0:  # on their way into registers while the kernels in front end
-        gate_0 = tl.load(gate_at, eviction_policy="evict_first")
-        up_0 = tl.load(up_at, eviction_policy="evict_first")
-    if EARLY > 1:
-        gate_1 = tl.load(gate_at + BLOCK_K, eviction_policy="evict_first")
-        up_1 = tl.load(up_at + BLOCK_K, eviction_policy="evict_first")
-    launch.wait(PDL)
-    if EARLY > 0:
-        x_0 = tl.load(x_at, mask=own[:, None], other=0.0)
-    if EARLY > 1:
-        x_1 = tl.load(x_at + BLOCK_K, mask=own[:, None], other=0.0)
+    launch.start(PDL)
     gate = tl.zeros([BLOCK_O, BLOCK_M], dtype=tl.float32)
     up = tl.zeros([BLOCK_O, BLOCK_M], dtype=tl.float32)
-    for at in range(EARLY * BLOCK_K, inner, BLOCK_K):
+    for at in range(0, inner, BLOCK_K):
         if EVEN:
             gate_w = tl.load(gate_at + at, eviction_policy="evict_first")
             up_w = tl.load(up_at + at, eviction_policy="evict_first")
@@ -368,12 +344,6 @@ def _gated_kernel(
         columns = tl.trans(rows_of_x)
         gate = tl.dot(gate_w, columns, gate, input_precision=PRECISION)
         up = tl.dot(up_w, columns, up, input_precision=PRECISION)
-    if EARLY > 0:
-        gate = tl.dot(gate_0, tl.trans(x_0), gate, input_precision=PRECISION)
-        up = tl.dot(up_0, tl.trans(x_0), up, input_precision=PRECISION)
-    if EARLY > 1:
-        gate = tl.dot(gate_1, tl.trans(x_1), gate, input_precision=PRECISION)
-        up = tl.dot(up_1, tl.trans(x_1), up, input_precision=PRECISION)
     if BIAS:
         gate += tl.load(bias + o, mask=o < outputs, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias + outputs + o, mask=o < outputs, other=0.0).to(tl.float32)[:, None]
