@@ -137,6 +137,7 @@ class Lab:
             run.drafted += delta.drafted
             run.accepted += delta.accepted
             run.finish, run.stop_reason = delta.finish_reason, delta.stop_reason
+        self.engine.draft_owed()  # so that tests see a step and its drafts together
         self.engine.scheduler.check()
 
     def solo(

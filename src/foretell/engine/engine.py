@@ -100,6 +100,9 @@ class Engine:
         )
         self._max_stop_ids = max_stop_ids
         self._pending: deque[Ticket] = deque()
+        self._owed: tuple[Plan, frozenset[int]] | None = (
+            None  # drafting left to do, and for whom not
+        )
         self._stopwatch = Stopwatch()
         self._failure: BaseException | None = None  # what ended a step half-way
 
@@ -212,6 +215,7 @@ class Engine:
             raise
 
     def _step(self) -> list[Delta]:
+        self.draft_owed()
         self._stopwatch.begin()
         plan = self.scheduler.plan()
         deltas = [self._failed(request) for request in self.scheduler.take_failed()]
@@ -228,12 +232,28 @@ class Engine:
             self._time(at_once=plan is not None and not self._pending)
         if plan is not None:
             # Known to be over: only where this very plan was collected, since `ended` speaks of the last ticket opened.
-            over = frozenset() if self._pending else frozenset(ended)
-            with self._stopwatch.drafting():
-                drafted = self._draft(plan, over)
-            if drafted is False:
-                self.scheduler.nothing_drafted()
+            self._owed = (plan, frozenset() if self._pending else frozenset(ended))
+            if (
+                self._pending
+            ):  # the device is at work and must not wait for what the caller does with the news
+                self.draft_owed()
         return deltas
+
+    def draft_owed(self) -> None:
+        """Draft for the step that was launched last, if that was not done; `step` begins with it.
+
+        Where the host waits for the device, this comes in the call after it: the step's tokens are on their way first.
+        """
+        owed, self._owed = self._owed, None
+        if owed is None:
+            return
+        plan, over = owed
+        running = {request.slot for request in self.scheduler.running}
+        gone = {slot for slot in plan.emitting if slot not in running}
+        with self._stopwatch.drafting():
+            drafted = self._draft(plan, over | gone)
+        if drafted is False:
+            self.scheduler.nothing_drafted()
 
     def _time(self, at_once: bool) -> None:
         """Say how long the step took that was just collected."""
@@ -253,7 +273,7 @@ class Engine:
 
     def _draft_one_by_one(self, plan: Plan, over: frozenset[int]) -> bool | None:
         """Draft for each slot alone: those that the drafter fails for go on without drafts from here on."""
-        slots = {*plan.decode, *(chunk.slot for chunk in plan.chunks if chunk.last)} - over
+        slots = set(plan.emitting) - over
         answers, failed = set[bool | None](), set[int]()
         for slot in sorted(slots - plan.undrafted):
             try:

@@ -74,6 +74,11 @@ class Plan:
         tuple[int, ...], ...
     ] = ()  # texts of requests that ended, if a drafter learns of them
 
+    @property
+    def emitting(self) -> tuple[int, ...]:
+        """Slots that emit tokens in this step."""
+        return (*self.decode, *(chunk.slot for chunk in self.chunks if chunk.last))
+
 
 @dataclass(frozen=True, slots=True)
 class LogprobRow:
