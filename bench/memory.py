@@ -54,11 +54,8 @@ def main() -> None:
     torch.zeros(1, device="cuda" if gpu else "cpu")
     base = resident()
     llm = LLM(given.model, **settings)
-    device = Device(gpu, torch.cuda.mem_get_info()[1]) if gpu else None
-    plan = plan_memory(llm.config, device)
     after_load = resident()
-    length = plan.division.longest
-    count = plan.requests(length)
+    length, count = given.max_model_len, given.max_num_seqs
     prompts = [
         {"prompt_token_ids": [7 + (i * 31 + j * 17) % 900 for j in range(length // 2)]}
         for i in range(count)
@@ -66,8 +63,10 @@ def main() -> None:
     params = SamplingParams(temperature=1.0, max_tokens=length - length // 2, ignore_eos=True)
     llm.generate(prompts, params, use_tqdm=False)
     preempted = llm.get_metrics().preemptions
-    planned = sum(part.bytes for part in plan.parts if part.name != "runtime")
     measured = torch.cuda.max_memory_reserved() if gpu else peak_resident()
+    # After the peak was read: a plan of a GGUF file reads its header, which takes memory too.
+    plan = plan_memory(llm.config, Device(gpu, torch.cuda.mem_get_info()[1]) if gpu else None)
+    planned = sum(part.bytes for part in plan.parts if part.name != "runtime")
     record = {
         "planned_mib": round(planned / 2**20, 1),
         "measured_mib": round(measured / 2**20, 1),
@@ -76,6 +75,7 @@ def main() -> None:
         "end_mib": round((resident() - base) / 2**20, 1),
         "base_mib": round(base / 2**20, 1),
         "requests": count,
+        "requests_planned": plan.requests(length),
         "length": length,
         "preemptions": preempted,
         "parts": {part.name: round(part.bytes / 2**20, 1) for part in plan.parts},

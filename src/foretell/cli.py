@@ -29,7 +29,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from typer import Argument, Option
 
 from foretell import demo as demonstration
-from foretell.commands import bench, bench_options, plan, serve, show_tree, tune
+from foretell.commands import bench, bench_options, doctor, plan, serve, show_tree, tune
 from foretell.llm import LLM
 from foretell.metrics import Metrics
 from foretell.model.hub import DEFAULT_MODEL, ModelSource, resolve
@@ -232,6 +232,7 @@ def version(as_json: JsonOption = False) -> None:
 app.add_typer(bench.app, name="bench")  # behind the others, as --help lists them
 bench_options.command(app, "tune")(tune.command)
 command(plan.plan)
+command(doctor.doctor)
 bench_options.command(app, "show-tree")(show_tree.show_tree)
 serve.register(app)
 

@@ -35,7 +35,7 @@ CUDA_RUNTIME = 700 * MIB
 # Of a process on a CPU: Python, torch and transformers with their code, measured on Linux with torch 2.13 (resident).
 CPU_RUNTIME = 357 * MIB
 TOKENIZER = 1000  # bytes for each token of a vocabulary, likewise
-LOADING = 1.2  # of the largest matrix: its plain copy, while the last one is packed
+LOADING = 1.0  # of the largest matrix: its plain copy, while the last one is packed
 
 
 @dataclass(frozen=True, slots=True)

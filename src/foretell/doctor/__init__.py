@@ -1,0 +1,1 @@
+"""Doctor: why speculation is as fast as it is, and what to change. Measured evidence, pure findings, words."""
