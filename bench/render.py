@@ -43,7 +43,9 @@ def benchmarks(results: Path = RESULTS) -> str:
 def section(path: Path) -> str:
     """One result file."""
     data = json.loads(path.read_text("utf-8"))
-    lines = [f"## {path.stem}", "", *introduction(data), ""]
+    lines = [f"## {path.stem}", ""]
+    for paragraph in introduction(data):
+        lines += [paragraph, ""]
     for grid in tables(data):
         if grid.title:
             lines += [f"**{grid.title}**", ""]
@@ -61,10 +63,10 @@ def introduction(data: Any) -> list[str]:
     if "foretell_bench" in data:
         record = Record.read(data)
         machine = record.machine
-        where = (
-            f"{machine.get('device')}, torch {machine.get('torch')}, commit {machine.get('commit')}"
-        )
-        found = [f"{record.when[:10]}, {where}."]
+        where = [str(machine.get("device")), f"torch {machine.get('torch')}"]
+        if machine.get("commit"):
+            where.append(f"commit {machine['commit']}")
+        found = [f"{record.when[:10]}, {', '.join(where)}."]
         return found + [f"**Warning: {warning}**" for warning in record.warnings]
     words = {k: v for k, v in data.items() if isinstance(v, str | int | float | bool)}
     if "copy_bandwidth" in words:

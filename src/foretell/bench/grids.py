@@ -137,7 +137,7 @@ def _acceptance(rows: Sequence[Json]) -> list[Grid]:
             str(row.get("requests", NOTHING)),
             number(row["acceptance"]["length"], 2),
             share(row["acceptance"]["rate"]),
-            " ".join(share(p) for p in row["acceptance"]["per_position"]),
+            " / ".join(f"{100 * p:.0f}" for p in row["acceptance"]["per_position"]) + " %",
         )
         for row in with_drafts
     ]
@@ -212,7 +212,7 @@ def _serving(record: Record) -> Grid:
 
 def _simulated(record: Record) -> Grid:
     columns = (
-        "replicas", "GPUs", "requests/s", "tokens/s", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99", "E2EL p99 ms", "busy",
+        "replicas", "GPUs", "offered/s", "tokens/s", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99", "E2EL p99 ms", "busy",
         "preempted",
     )  # fmt: skip
     rows = [
@@ -336,7 +336,7 @@ def markdown(grid: Grid) -> str:
     return "\n".join([head, rule, *body])
 
 
-def html(grid: Grid) -> str:
+def html(grid: Grid, titled: bool = True) -> str:
     """As a table of a page."""
     head = "".join(f"<th>{escape(c)}</th>" for c in grid.columns)
     body = "".join(
@@ -344,4 +344,5 @@ def html(grid: Grid) -> str:
     )
     note = f"<p class=note>{escape(grid.note)}</p>" if grid.note else ""
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f"<h3>{escape(grid.title)}</h3><div class=scroll>{table}</div>{note}"
+    title = f"<h3>{escape(grid.title)}</h3>" if titled else ""
+    return f"{title}<div class=scroll>{table}</div>{note}"

@@ -12,7 +12,7 @@ from foretell.bench.record import Record
 
 STYLE = """
 :root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 66rem; margin: 2rem auto;
+body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 72rem; margin: 2rem auto;
   padding: 0 1rem; }
 h1 { font-size: 1.6rem; margin-bottom: .2rem; } h2 { font-size: 1.25rem; margin-top: 2.5rem; border-top: 1px solid #ddd;
   padding-top: 1rem; } h3 { font-size: 1rem; margin: 1.4rem 0 .4rem; }
@@ -51,9 +51,10 @@ def save_report(records: Sequence[Record], path: Path, title: str = "foretell be
 
 def _section(record: Record, place: int) -> str:
     warnings = "".join(f"<p class=warning>{escape(w)}</p>" for w in record.warnings)
-    tables = "".join(html(grid) for grid in grids(record))
+    title = heading(record)
+    tables = "".join(html(grid, titled=grid.title != title) for grid in grids(record))
     drawings = "".join(_drawing(plot, place) for plot in plots(record))
-    return f"<h2>{escape(heading(record))}</h2>{warnings}{tables}{drawings}{_conditions(record)}"
+    return f"<h2>{escape(title)}</h2>{warnings}{tables}{drawings}{_conditions(record)}"
 
 
 def _drawing(plot: Plot, place: int) -> str:
