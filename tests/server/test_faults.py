@@ -291,7 +291,7 @@ def test_health_answers_while_a_huge_prompt_is_read() -> None:
 
 
 def test_the_first_token_leaves_before_anything_is_drafted() -> None:
-    """R48: one-token requests are not drafted for; the first token is out before the first draft."""
+    """R48: one-token requests are not drafted for; the first token is on its way before the first draft."""
     order: list[str] = []
     drafter = drafting(0)
     propose = drafter.propose
@@ -302,11 +302,21 @@ def test_the_first_token_leaves_before_anything_is_drafted() -> None:
 
     drafter.propose = noted  # type: ignore[method-assign]
     live = start(tiny_llm(drafter, chain(3)))
+    bridge = live.server.bridge
+    tell = bridge._tell
+
+    def sent(*what: object) -> None:
+        order.append("sent")
+        tell(*what)  # type: ignore[arg-type]
+
+    bridge._tell = sent  # type: ignore[method-assign]
     try:
         assert ask(live, "abc", max_tokens=1).is_success
-        assert order == []
-        assert ask(live, "abc", max_tokens=8).is_success
-        assert order
+        assert order == ["sent"]
+        order.clear()
+        body = {"prompt": "abc", "max_tokens": 8, "stream": True}
+        assert httpx.post(live.url + TEXT, json=body, timeout=30).is_success
+        assert order[:2] == ["sent", "draft"]
     finally:
         live.close()
 

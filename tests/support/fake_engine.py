@@ -38,6 +38,10 @@ class FakeEngine:
     added: list[Added] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     cache_resets: int = 0
+    grammars: None = None
+    num_blocks: int = 8
+    drafts: bool = True
+    tolerant: bool = False
     running: dict[str, Added] = field(default_factory=dict)
 
     def add(

@@ -254,7 +254,7 @@ def named_model(given: Sequence[str]) -> str | None:
             refuse_unknown("foretell serve", [key], known)
             raise ValueError(f"{name} needs a value")
         said: object = not key.startswith("no_")
-        if sign or (place < len(given) and not any(off is False for off in missing.off)):
+        if sign or (place < len(given) and not any(isinstance(off, bool) for off in missing.off)):
             said = _read(value if sign else given[place])
             place += not sign
         if said not in missing.off:
