@@ -157,3 +157,37 @@ def test_R39_every_format_meets_the_context_limit(name: str, tmp_path: Path) -> 
     for one in (plain, lab):
         with pytest.raises(ValueError, match="maximum context length is 64"):
             one.add("long", [5] * 64, params)
+
+
+WISHES = {
+    "all": SamplingParams(),
+    "none": SamplingParams(num_speculative_tokens=0),
+    "off": SamplingParams(speculate=False),
+    "one": SamplingParams(num_speculative_tokens=1),
+    "two": SamplingParams(num_speculative_tokens=2),
+}
+
+
+@pytest.mark.parametrize("name", files.FORMATS)
+@pytest.mark.parametrize("chained", [False, True], ids=["alone", "chained"])
+def test_every_format_drafts_for_each_request_as_much_as_it_wants(
+    name: str, chained: bool, tmp_path: Path, plain: dict[str, Run]
+) -> None:
+    """Requests that want nothing, little and everything stand in one batch; nobody's text changes."""
+    tree = Tree((-1, 0, 0, 1, 1, 2, 3))
+    lab = lab_for(tmp_path / "d", name, "match", tree, chained)
+    oracle = make_lab(target=TARGET)
+    for i, (wish, params) in enumerate(WISHES.items()):
+        for temperature in (0.0, 0.8):
+            own = replace(params, temperature=temperature, max_tokens=24, ignore_eos=True)
+            for one in (lab, oracle):
+                one.add(f"{wish} {temperature}", PROMPTS[i], own, seed=i)
+    runs, expected = lab.drain(), oracle.drain()
+    deepest = {"all": tree.depth, "none": 0, "off": 0, "one": 1, "two": 2}
+    for key, run in runs.items():
+        assert run.tokens == expected[key].tokens
+        depth = deepest[key.split()[0]]
+        most = sum(0 < d <= depth for d in tree.depths)
+        assert all(delta.drafted <= most for delta in run.deltas), key
+        assert all(delta.accepted <= depth for delta in run.deltas), key
+        assert (run.drafted > 0) == (depth > 0), key
