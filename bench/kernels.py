@@ -109,8 +109,8 @@ VARIANTS = {
     "att splits 1": Tuning(splits=1), "att splits 2": Tuning(splits=2), "att splits 4": Tuning(splits=4),
     "att splits 8": Tuning(splits=8), "att n 32": Tuning(block_n=32), "att n 128": Tuning(block_n=128),
     "att n 32 s1": Tuning(block_n=32, splits=1), "att p2": Tuning(stages=2), "att p3": Tuning(stages=3),
-    "att p3 s1": Tuning(stages=3, splits=1), "att w8": Tuning(warps=8), "att n 128 w8": Tuning(block_n=128, warps=8, stages=2),
-    "att w2": Tuning(warps=2), "att fixed": FIXED,
+    "att p3 s1": Tuning(stages=3, splits=1), "att w8": Tuning(warps=8),
+    "att n 128 w8": Tuning(block_n=128, warps=8, stages=2), "att w2": Tuning(warps=2), "att fixed": FIXED,
 }  # fmt: skip
 
 

@@ -34,6 +34,9 @@ from foretell.ops.triton.device import (
 _KV_HEADS = 128  # most KV heads that the counters of a forward pass have room for
 _JOIN_INSIDE = 8  # parts up to which the last program joins them by itself
 _MAX_SPLITS = 64
+_CROWD = (
+    512  # programs from which on more of them on a processor are worth more than deep prefetching
+)
 _WIDE_HEAD_ROWS = (
     64  # rows of a product whose heads are wider than 128: more would not fit the registers
 )
@@ -204,7 +207,8 @@ def _tree(
         BLOCK_M=block_m, BLOCK_N=tile.block_n, CHUNK=chunk, WINDOW=window is not None,
         SOFTCAP=softcap is not None, JOIN=join,
         SPLITS=power_of_two(splits) if join == _INSIDE else 1, PRECISION=dot_precision(q.dtype),
-        num_warps=tuning.warps or tile.warps, num_stages=tuning.stages or tile.stages,
+        num_warps=tuning.warps or tile.warps,
+        num_stages=tuning.stages or min(tile.stages, 3 if programs > _CROWD else 4),
         **launch.options(q.device),
     )  # fmt: skip
     if join == _APART:
@@ -273,7 +277,7 @@ def _tile(
     for width in widths:
         own = block_m * (padded + 2 * width) * dtype.itemsize + 4096  # queries, weights, the rest
         stages = min(
-            4 if block_m <= 32 else 3,
+            4 if block_m <= 16 else 3,
             (device.shared_bytes - own) // _key_bytes(width, padded, dtype),
         )
         if stages >= 3 or (width == widths[-1] and stages >= 1):
@@ -293,7 +297,7 @@ def _splits(keys: int, programs: int, block_n: int, tuning: Tuning, device: Devi
         return tuning.splits
     if programs >= device.processors:
         return 1
-    wanted = min(ceil_div(2 * device.processors, programs), ceil_div(keys, block_n), _MAX_SPLITS)
+    wanted = min(2 * device.processors // programs, ceil_div(keys, block_n), _MAX_SPLITS)
     # A few parts more are not worth a kernel that joins them.
     return _JOIN_INSIDE if _JOIN_INSIDE < wanted <= _JOIN_INSIDE * 3 // 2 else max(1, wanted)
 
