@@ -22,6 +22,7 @@ from foretell.spec.tree import Tree
 
 SHORTEST, LONGEST = 1, 5  # tokens that a lookup compares
 LOOKED_UP = 7  # tokens that it drafts
+TIMED, PASSES = 4, 12  # steps of every tree that are timed, runs that are made for it at most
 ALL = 1e12  # a memory that forgets nothing
 
 Tell = Callable[[str], None]
@@ -126,7 +127,7 @@ def measure(
         tell("what a step costs")
         turn = InTurn(trees)
         for count in sorted({1, rows}):
-            _run(engine, _enough(probes, count), replace(params, ignore_eos=True), count, turn)
+            _time_trees(engine, probes, params, count, turn)
         found = replace(found, costs=turn.costs)
         if len(trees) == 1:
             return found
@@ -134,6 +135,17 @@ def measure(
         return _with_drafts(engine, probes, params, rows, found, plain)
     finally:
         engine.scheduler.controller, engine.watcher = kept
+
+
+def _time_trees(
+    engine: Engine, probes: Sequence[Probe], params: SamplingParams, rows: int, turn: InTurn
+) -> None:
+    """Run until every tree was timed often enough, or it is clear that some never are (nothing is found for them)."""
+    group = _enough(probes, rows)
+    for _ in range(PASSES):
+        _run(engine, group, replace(params, ignore_eos=True), rows, turn)
+        if all(turn.costs.measured(rows, tree) >= TIMED for tree in range(len(turn.trees))):
+            return
 
 
 def _with_drafts(
