@@ -292,6 +292,8 @@ class EngineConfig:
         scheduling_policy: "fcfs" or "priority" (lower numbers first).
         max_logprobs: most log-probabilities per token a request may ask for; -1 = the whole vocabulary.
         enforce_eager: no CUDA graphs.
+        deterministic: on a GPU, sums in an order that does not depend on the batch, so that a text has the same bits
+            with and without drafts and whatever runs beside it (ops/triton/fixed.py says where not); slower.
         drafter, acceptance, tree, adaptive: see Speculation.
         compat: how a drafter is proved at the start: "off", "shapes" (what can be compared), or "full" (it also drafts
             for a few built-in prompts).
@@ -315,6 +317,7 @@ class EngineConfig:
     scheduling_policy: Policy = "fcfs"
     max_logprobs: int = MAX_LOGPROBS
     enforce_eager: bool = False
+    deterministic: bool = False
     drafter: Drafter | None = None
     acceptance: Acceptance = "match"
     tree: TreeSpec | None = None
@@ -373,7 +376,7 @@ class EngineConfig:
             isinstance(share, int | float) and math.isfinite(share) and 0.0 < share <= 1.0,
             f"gpu_memory_utilization must be in (0, 1], got {share!r}",
         )
-        for name in ("enable_prefix_caching", "enforce_eager"):
+        for name in ("enable_prefix_caching", "enforce_eager", "deterministic"):
             value = getattr(self, name)
             _require(isinstance(value, bool), f"{name} must be True or False, got {value!r}")
         top = self.max_logprobs

@@ -120,6 +120,7 @@ class LLM:
         scheduling_policy: Policy = "fcfs",
         max_logprobs: int = MAX_LOGPROBS,
         enforce_eager: bool = False,
+        deterministic: bool = False,
         compat: Compat = "full",
         trace: str | bool | None = None,
         **others: object,  # only to refuse vLLM's by name, with a remedy
@@ -151,6 +152,7 @@ class LLM:
             scheduling_policy=scheduling_policy,
             max_logprobs=max_logprobs,
             enforce_eager=enforce_eager,
+            deterministic=deterministic,
             compat=compat,
             trace=trace,
             drafter=speculation.drafter,

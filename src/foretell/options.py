@@ -96,6 +96,10 @@ class EngineOptions:
     enforce_eager: Annotated[
         bool | None, _engine("--enforce-eager", help="No compilation and no CUDA graphs.")
     ] = None
+    deterministic: Annotated[
+        bool | None,
+        _engine("--deterministic", help="On a GPU: sums whose order no batch changes. Slower."),
+    ] = None
     compat: Annotated[
         str | None,
         _engine("--compat", help="How a drafter is proved at the start: off, shapes or full."),

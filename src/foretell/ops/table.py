@@ -76,12 +76,18 @@ REFERENCE = OpTable(
 )
 
 
-def table_for(device: torch.device) -> OpTable:
-    """The operations for a device."""
-    if device.type == "cuda":
-        from foretell.ops.triton.table import CUDA  # Triton is imported where there is a GPU for it
+def table_for(device: torch.device, deterministic: bool = False) -> OpTable:
+    """The operations for a device.
 
-        return CUDA
+    Args:
+        deterministic: on a GPU, those whose sums do not depend on the batch. (On a CPU products of up to 32 rows are
+            such anyway.)
+    """
+    if device.type == "cuda":  # Triton is imported where there is a GPU for it
+        from foretell.ops.triton.fixed import FIXED
+        from foretell.ops.triton.table import CUDA
+
+        return FIXED if deterministic else CUDA
     if device.type == "cpu" and find_spec("numba") is not None:
         # Numba likewise; a Python that is too new for it runs without.
         from foretell.ops.cpu.table import CPU

@@ -64,7 +64,7 @@ def build(config: EngineConfig) -> Built:
     if source.kind is Kind.DIRECTORY:
         load_config(source)  # says what is wrong in our words; the tokenizer's library reads it too
     tokenizer = load_tokenizer(source if config.tokenizer is None else _other(config.tokenizer))
-    ops = table_for(device)
+    ops = table_for(device, config.deterministic)
     target = load_model(source, config.dtype, device, ops, config.max_model_len)
     return assemble(config, load_parts(config, found, target, tokenizer), tokenizer)
 
