@@ -198,6 +198,11 @@ def test_serve_puts_every_load_on_the_server(
     assert "top_k" not in body  # extensions only if they were asked for
     assert server.headers[-1]["authorization"] == "Bearer secret"
     assert len(server.asked) == 2 * (2 + 5)
+    # Every load begins where the last one ended, so that no cache of prompts favours the later one.
+    texts = [body["messages"][0]["content"] for _, body in server.asked]  # type: ignore[index]
+    assert texts[:2] + texts[7:9] == [PROMPTS[i].text for i in (0, 1, 3, 0)]
+    assert any("14 requests are made of 4 prompts" in warning for warning in found["warnings"])
+    assert not any("void" in warning for warning in found["warnings"])
 
 
 def test_a_closed_loop_takes_several_numbers_of_users(

@@ -91,6 +91,13 @@ def test_warm_up_requests_are_in_no_figure() -> None:
     assert row.ttft_ms.percentiles["p99"] == pytest.approx(500)
 
 
+def test_warm_up_and_figures_have_prompts_of_their_own() -> None:
+    server = FakeServer()
+    run(server, one_user(requests=2, warm_up=2))
+    texts = [body["messages"][0]["content"] for _, body in server.asked]  # type: ignore[index]
+    assert texts == [p.text for p in PROMPTS]
+
+
 def test_prompts_repeat_when_there_are_too_few() -> None:
     server = FakeServer()
     run(server, one_user(requests=6))

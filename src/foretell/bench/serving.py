@@ -14,7 +14,6 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Protocol
 
 from foretell.bench.client import Client, Counters, Served, read_counters
@@ -133,9 +132,10 @@ async def serve_load(
     client: Client, prompts: Sequence[BenchPrompt], load: Load, limits: Limits
 ) -> tuple[ServeRow, list[Served]]:
     """Warm up, put the load on, and sum up."""
-    asked = repeated(prompts, load.requests)
-    for prompt in islice(asked, load.warm_up):
+    asked = repeated(prompts, load.warm_up + load.requests)
+    for prompt in asked[: load.warm_up]:
         await client.ask(prompt)
+    asked = asked[load.warm_up :]
     before = await read_counters(client.http)
     if load.rate is None:
         assert load.users is not None

@@ -9,7 +9,7 @@ from rich.text import Text
 from foretell.bench.grids import Grid, grids
 from foretell.bench.record import Record
 
-WIDTH = 140  # where there is no terminal to say it
+WIDTH = 200  # where there is no terminal to say it
 
 
 def console() -> Console:

@@ -202,7 +202,7 @@ def acceptance(
     output.check()
     plan = offline_plan(engine, sampling, prompts, RunOptions(), batch)
     variant = asked_variant(engine)
-    with bench(engine, sampling_warnings(sampling)) as under_way:
+    with bench(engine, sampling_warnings(sampling), timed=False) as under_way:
         with opener(engine)(variant) as llm:
             side = Side(variant, llm, plan.params, raw=plan.raw)
             rows = by_kind.by_category(
@@ -214,9 +214,6 @@ def acceptance(
             "speculative_config": variant.speculative,
             "batch": batch,
         }
-        under_way.warnings = sampling_warnings(
-            sampling
-        )  # nothing was timed: a busy core is no harm
         record = under_way.record("acceptance", settings, rows)
     finish(record, output)
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from foretell.bench.machine import Busy, Machine, Watch, describe, look
+from foretell.bench.machine import Watch, describe, look
 from foretell.bench.offline import WARM_UP_TOKENS, Plan
 from foretell.bench.plots import need_matplotlib, plots
 from foretell.bench.prompts import BUILT_IN, BenchPrompt, categories, load_prompts
@@ -131,11 +131,15 @@ def finish(record: Record, output: OutputOptions) -> None:
 
 @dataclass(slots=True)
 class Bench:
-    """A benchmark under way: it watches the machine and collects warnings."""
+    """A benchmark under way: it watches the machine and collects warnings.
+
+    Args:
+        watch: None where nothing is timed on this machine.
+    """
 
     engine: EngineOptions | None
     warnings: list[str]
-    watch: Watch
+    watch: Watch | None
     tell: Tell
 
     def record(
@@ -146,30 +150,31 @@ class Bench:
         extra: Mapping[str, Any] | None = None,
     ) -> Record:
         """The record, with what was seen of other processes in the meantime."""
-        self._doubt(self.watch.stop(), "during")
-        return Record.made(kind, self.machine(), settings, rows, self.warnings, extra)
-
-    def machine(self) -> Machine:
-        """Where it ran."""
-        return describe(None if self.engine is None else accelerator(self.engine))
-
-    def _doubt(self, busy: Busy, when: str) -> None:
-        if busy.voids:
-            self.warnings.append(busy.warning(when))
+        busy = None if self.watch is None else self.watch.stop()
+        if busy is not None and busy.voids:
+            self.warnings.append(busy.warning("during"))
+        machine = describe(None if self.engine is None else accelerator(self.engine))
+        return Record.made(kind, machine, settings, rows, self.warnings, extra)
 
 
 @contextmanager
-def bench(engine: EngineOptions | None, warnings: Sequence[str] = ()) -> Iterator[Bench]:
-    """Look at the machine before, and show what is going on meanwhile."""
+def bench(
+    engine: EngineOptions | None, warnings: Sequence[str] = (), timed: bool = True
+) -> Iterator[Bench]:
+    """Look at the machine before, and show what is going on meanwhile.
+
+    Args:
+        timed: False = the figures do not depend on how busy this machine is.
+    """
     from foretell.cli import notes_on_stderr, progress  # here, since cli.py imports the commands
 
-    before = look()
+    said = list(warnings)
+    if timed and (before := look()).voids:
+        said.append(before.warning("before"))
+    for warning in said:
+        print(f"foretell: warning: {warning}", file=sys.stderr)
     with progress() as tell, notes_on_stderr():
-        under_way = Bench(engine, list(warnings), Watch(), tell)
-        under_way._doubt(before, "before")
-        for warning in under_way.warnings:
-            print(f"foretell: warning: {warning}", file=sys.stderr)
-        yield under_way
+        yield Bench(engine, said, Watch() if timed else None, tell)
 
 
 def accelerator(engine: EngineOptions) -> str:
