@@ -84,6 +84,8 @@ class SamplingParams:
         speculate: False runs this request without drafts, whatever the engine's drafter.
         num_speculative_tokens: at most that many draft tokens per step for this request; None = as
             many as the engine makes.
+        prompt_lookup_min: for n-gram and suffix decoding, fewest tokens of context that must agree for this
+            request, where that is more than the engine's own; None = as the engine does.
         structured_outputs: the form that the answer must have.
         report_drafts: every output says which of its tokens were drafted, and which tree was verified.
 
@@ -117,6 +119,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     speculate: bool = True
     num_speculative_tokens: int | None = None
+    prompt_lookup_min: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
     report_drafts: bool = False
 
@@ -230,7 +233,7 @@ class SamplingParams:
     def _check_types(self) -> None:
         for name in ("n", "top_k", "min_tokens"):
             _require_int(name, getattr(self, name))
-        for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs", "num_speculative_tokens"):
+        for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs", *_DRAFTING):
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name))
         for name in _FLOATS:
@@ -309,11 +312,12 @@ class SamplingParams:
             _require(
                 value is None or value >= -1, f"{name} must be non-negative or -1, got {value}."
             )
-        most = self.num_speculative_tokens
+        most, least = self.num_speculative_tokens, self.prompt_lookup_min
         _require(
             most is None or most >= 0,
             f"num_speculative_tokens must be at least 0 (0: no drafts), got {most}.",
         )
+        _require(least is None or least >= 1, f"prompt_lookup_min must be at least 1, got {least}.")
 
     def _check_strings(self) -> None:
         _require("" not in self.stop_strings, "stop cannot contain an empty string.")
@@ -347,6 +351,7 @@ _FLOATS = (
     "top_p",
     "min_p",
 )
+_DRAFTING = ("num_speculative_tokens", "prompt_lookup_min")
 _BOOLS = (
     "ignore_eos",
     "detokenize",

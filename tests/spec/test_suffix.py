@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from foretell.spec.chained import ChainedDrafter
 from foretell.spec.corpus import Corpus
 from foretell.spec.ngram import NgramDrafter
 from foretell.spec.nodes import static_shape
+from foretell.spec.processors import Mode
 from foretell.spec.suffix import SuffixDrafter, SuffixLimits, choose, last_tokens
 from foretell.spec.tree import Tree, chain
 
@@ -179,6 +181,49 @@ def test_requests_that_end_early_are_learned_too(late: bool) -> None:
     lab.solo(prompts(2)[1], PARAMS)
     assert drafter.corpus is not None
     assert drafter.corpus.kept == 2
+
+
+@pytest.mark.parametrize("kind", ["ngram", "suffix"])
+def test_a_request_may_want_longer_matches(kind: str) -> None:
+    """Of the same text, rows that ask for no more than what agrees are drafted for, the others are not."""
+    text = [5, 6, 7, 8, 9, 1, 6, 7, 8]  # its last three tokens stood there before
+    for wanted, fires in ((0, True), (1, True), (3, True), (4, False), (50, False)):
+        drafter = (
+            NgramDrafter(1, 5)
+            if kind == "ngram"
+            else SuffixDrafter(SuffixLimits(shortest=1, texts=0))
+        )
+        request = Request(drafter, tiny_decoder(0), width=4)
+        request.tokens = text[:-1]
+        window = replace(
+            request.window(text[-1:], None),
+            least_match=torch.tensor([wanted]),
+            mode=Mode(lookups=True),
+        )
+        draft = drafter.propose(window, static_shape(chain(2), CPU))
+        assert draft.tokens.tolist() == [[-1, 9, 1] if fires else [-1, -1, -1]]
+
+
+@pytest.mark.parametrize("kind", ["ngram", "suffix"])
+def test_requests_with_and_without_a_wish_for_longer_matches_share_a_batch(kind: str) -> None:
+    drafter = (
+        NgramDrafter(1, 5) if kind == "ngram" else SuffixDrafter(SuffixLimits(shortest=1, texts=0))
+    )
+    lab, plain = make_lab(drafter, chain(3)), make_lab()
+    text = [5, 6, 7] * 6
+    for name, least in (("any", None), ("four", 4), ("never", 90)):
+        params = SamplingParams(
+            temperature=0.0, max_tokens=30, ignore_eos=True, prompt_lookup_min=least
+        )
+        for one in (lab, plain):
+            one.add(name, text, params)
+    runs, expected = lab.drain(), plain.drain()
+    assert {k: r.tokens for k, r in runs.items()} == {k: r.tokens for k, r in expected.items()}
+    drafted = {name: run.drafted for name, run in runs.items()}
+    assert drafted["any"] > drafted["four"] > 0
+    assert (drafted["never"] == 0) == (kind == "suffix"), "n-gram compares five tokens at most"
+    with pytest.raises(ValueError, match="prompt_lookup_min must be at least 1, got 0"):
+        SamplingParams(prompt_lookup_min=0)
 
 
 def test_looking_never_waits_for_the_device() -> None:

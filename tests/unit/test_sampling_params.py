@@ -29,6 +29,7 @@ INTEGERS = (
     "logprobs",
     "prompt_logprobs",
     "num_speculative_tokens",
+    "prompt_lookup_min",
 )
 BOOLEANS = (
     "ignore_eos",
@@ -70,6 +71,7 @@ def test_defaults_are_vllms():
         "allowed_token_ids": None,
         "speculate": True,
         "num_speculative_tokens": None,
+        "prompt_lookup_min": None,
         "structured_outputs": None,
         "report_drafts": False,
     }

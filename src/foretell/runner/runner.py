@@ -102,7 +102,9 @@ class Runner:
         slots.extend_blocks(plan.new_blocks)
         if self._dirty:
             for blocks in plan.new_blocks:
-                clear_blocks((*self.device.kv.target, *self.device.kv.drafter), self._fresh(plan, blocks))
+                clear_blocks(
+                    (*self.device.kv.target, *self.device.kv.drafter), self._fresh(plan, blocks)
+                )
         parcels: list[Parcel] = []
         prompts: list[PromptParcel] = []
         self._drafting = _Drafting(prompt=None, slots=[], outcomes=[])
@@ -371,6 +373,7 @@ class Runner:
             min_tokens=any(p.min_tokens > 0 for p in params),
             logprobs=max(self._wanted_logprobs(s) for s in slots),
             traced=self._traced,
+            lookups=any(p.prompt_lookup_min is not None for p in params),
         )
 
     def _rows(self, values: Sequence[int]) -> Tensor:

@@ -65,6 +65,7 @@ class Slots:
         self.min_tokens = self._ints(rows)
         self.draft = self._ints(rows, sizes.nodes) - 1
         self.most_drafted = self._ints(rows)  # levels of a draft that the request wants
+        self.least_match = self._ints(rows)  # tokens of context that a look-up must match for it
         self.draft_parents: Tensor | None = None  # [S + 1, N], only for dynamic trees
         self.draft_probs: Tensor | None = (
             None  # [S + 1, N, V], only for `rejection` with a drawing drafter
@@ -95,7 +96,8 @@ class Slots:
         rows = self._send([new.slot for new in news], torch.int64)
         ints = self._send([self._numbers(new) for new in news], torch.int64).unbind(1)
         arrays = (self.length, self.prompt_length, self.limit, self.seed, self.top_k)
-        for array, values in zip((*arrays, self.min_tokens, self.most_drafted), ints, strict=True):
+        wishes = (self.min_tokens, self.most_drafted, self.least_match)
+        for array, values in zip((*arrays, *wishes), ints, strict=True):
             array[rows] = values
         floats = self._send([_fractions(new.params) for new in news], torch.float32).unbind(1)
         weights = (self.repetition, self.frequency, self.presence)
@@ -124,6 +126,7 @@ class Slots:
             min(params.top_k, self.sizes.vocabulary),
             min(params.min_tokens, new.limit),
             depth if most is None else min(most, depth),
+            min(params.prompt_lookup_min or 0, self.sizes.length),
         ]
 
     def extend_blocks(self, news: Sequence[NewBlocks]) -> None:

@@ -320,6 +320,7 @@ def draft_step(
         mode=mode,
         keys=keys,
         ops=device.target.ops,
+        least_match=slots.least_match[rows] if mode.lookups else None,
     )
     draft = device.drafter.propose(window, shape)
     nodes = shape.tree.nodes

@@ -74,6 +74,7 @@ class Window:
     mode: Mode
     keys: int  # host-side bound of every key index that may be touched
     ops: OpTable = REFERENCE
+    least_match: Tensor | None = None  # [B] int64, tokens of context that a look-up must match
 
     @property
     def length(self) -> Tensor:

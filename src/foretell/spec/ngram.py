@@ -6,7 +6,11 @@ itself; of several places the most recent one wins, and the tokens after it are 
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from foretell.model.decoder import Decoder
+from foretell.ops.reference.ngram import suffix_match
 from foretell.spec.drafter import Draft, KVSpec, KVView, PromptRows, Window
 from foretell.spec.nodes import Shape
 
@@ -44,4 +48,17 @@ class NgramDrafter:
             self.shortest,
             self.longest,
         )
+        if window.mode.lookups and window.least_match is not None:
+            wanted = window.least_match.clamp(max=self.longest)
+            tokens = torch.where((self._matched(window) >= wanted).unsqueeze(1), tokens, -1)
         return Draft(tokens=tokens)
+
+    def _matched(self, window: Window) -> Tensor:
+        """[B] how many tokens the match has."""
+        text = window.text[window.slots, : window.keys]
+        start = suffix_match(text, window.length, self.shortest, self.longest)
+        back = torch.arange(self.longest, device=text.device)
+        there = start.unsqueeze(1) - 1 - back
+        here = (window.length.unsqueeze(1) - 1 - back).clamp(min=0)
+        same = text.gather(1, there.clamp(min=0)) == text.gather(1, here)
+        return (same & (there >= 0)).to(torch.int64).cumprod(1).sum(1)

@@ -33,6 +33,7 @@ class Mode:
     min_tokens: bool = False
     logprobs: int = -1  # how many top ones to report; -1 = none, 0 = the chosen token's only
     traced: bool = False  # report how probable each drafted token was
+    lookups: bool = False  # some row wants longer matches from drafters that look up
 
     @property
     def processed(self) -> bool:

@@ -87,7 +87,8 @@ class SuffixDrafter:
         if self.corpus is not None:
             others, lengths = self.corpus.look_up(ends, ahead)
             runs, matched = torch.cat((runs, others), 1), torch.cat((matched, lengths), 1)
-        drafted = choose(runs, matched, self.limits)
+        least = window.least_match if window.mode.lookups else None
+        drafted = choose(runs, matched, self.limits, least)
         by_depth = torch.nn.functional.pad(drafted, (1, 0), value=-1)  # [B, D + 1]
         tokens = by_depth.gather(1, shape.depths.expand(by_depth.shape[0], -1))
         return Draft(tokens=torch.where(shape.spine, tokens, -1))
@@ -121,12 +122,15 @@ def last_tokens(text: Tensor, length: Tensor, count: int) -> Tensor:
     return torch.where(index >= 0, tokens, -2)
 
 
-def choose(runs: Tensor, matched: Tensor, limits: SuffixLimits) -> Tensor:
+def choose(
+    runs: Tensor, matched: Tensor, limits: SuffixLimits, least: Tensor | None = None
+) -> Tensor:
     """The continuation to draft.
 
     Args:
         runs: [B, C, D] int64, continuations; negative = none. Of equals the first one is preferred.
         matched: [B, C] int64, tokens of context that agree.
+        least: [B] int64, how many must, where a row wants more than the limits say.
 
     Returns:
         [B, D] int64, -1 where nothing is drafted.
@@ -136,6 +140,8 @@ def choose(runs: Tensor, matched: Tensor, limits: SuffixLimits) -> Tensor:
     """
     longest = matched.amax(1, keepdim=True)  # [B, 1]
     alive = (matched == longest) & (longest >= min(limits.shortest, limits.depth))
+    if least is not None:
+        alive = alive & (longest >= least.clamp(max=limits.depth).unsqueeze(1))
     pair = (alive.unsqueeze(2) & alive.unsqueeze(1)).unsqueeze(3)  # [B, C, C, 1]
     same = (runs.unsqueeze(2) == runs.unsqueeze(1)) & (runs >= 0).unsqueeze(2) & pair
     agree = same.to(torch.int64).cumprod(3).sum(2)  # [B, C, D]
