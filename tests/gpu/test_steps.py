@@ -1,4 +1,4 @@
-"""What holds on a GPU only: captured steps are the plain ones, nothing inside a step waits, the fixed order is fixed."""
+"""What holds on a GPU only: captured steps are the plain ones, nothing in a step waits, the fixed order is fixed."""
 
 from __future__ import annotations
 
