@@ -84,9 +84,13 @@ def errors_as_lines() -> Iterator[None]:
 
 
 def _fail(error: BaseException, code: int) -> None:
+    _say(error)
+    raise typer.Exit(code) from None
+
+
+def _say(error: BaseException) -> None:
     said = " ".join(str(error).split()) or type(error).__name__
     print(f"foretell: error: {said}", file=sys.stderr)
-    raise typer.Exit(code) from None
 
 
 @contextmanager
@@ -172,7 +176,10 @@ def chat(
     system: Annotated[str | None, Option("--system", help="The system message.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Talk to the model. /reset forgets the conversation, /exit (or end of input) leaves."""
+    """Talk to the model. /reset forgets the conversation, /exit (or end of input) leaves.
+
+    A message that does not fit is refused, and the conversation goes on without it.
+    """
     params = sampling.params()
     llm = open_llm(engine)
     start = [] if system is None else [{"role": "system", "content": system}]
@@ -182,7 +189,14 @@ def chat(
             messages = list(start)
             continue
         messages.append({"role": "user", "content": text})
-        stream = llm.stream_chat(messages, params)
+        try:
+            stream = llm.stream_chat(messages, params)
+        except ValueError as error:  # above all: no room left for it
+            if message is not None:
+                raise
+            messages.pop()
+            _say(error)
+            continue
         answer = collect(llm, stream, _silent if as_json else StreamedText())
         _report(answer, as_json)
         messages.append({"role": "assistant", "content": answer.text})

@@ -40,7 +40,7 @@ class EngineOptions:
     ] = None
     model: Annotated[
         str | None,
-        _engine("--model", "-m", help="Directory, GGUF file or hub name. [default: SmolLM2-135M]"),
+        _engine("--model", "-m", help="Directory, GGUF file or hub name; else SmolLM2-135M."),
     ] = None
     speculate_model: Annotated[
         str | None,
@@ -109,7 +109,7 @@ class EngineOptions:
         _engine("--trace", help="Write every verification to this file, as JSON lines."),
     ] = None
     tensor_parallel_size: Annotated[
-        int | None, _engine("--tensor-parallel-size", "-tp", help="Devices to spread over.")
+        int | None, _engine("--tensor-parallel-size", "-tp", help="Devices to spread over: 1.")
     ] = None
     plain: bool = False  # not an option: no drafter, whatever was asked for
 

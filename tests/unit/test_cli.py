@@ -297,6 +297,24 @@ def test_chat_remembers_the_conversation_until_reset(run: Callable[..., Any]) ->
     assert talks[1][2]["content"] == "The capital is Paris."
 
 
+def test_a_message_that_does_not_fit_is_refused_and_the_conversation_goes_on(
+    run: Callable[..., Any],
+) -> None:
+    class Narrow(FakeLLM):
+        def stream_chat(self, messages: Any, params: SamplingParams) -> Generator[RequestOutput]:
+            if len(messages[-1]["content"]) > 20:
+                raise ValueError("This model's maximum context length is 20 tokens")
+            return super().stream_chat(messages, params)
+
+    llm = Narrow()
+    result = run("chat", llm=llm, stdin="hello\n" + "long " * 9 + "\nbye\n")
+    assert result.exit_code == 0
+    assert result.stderr.count("foretell: error: This model's maximum context length is 20") == 1
+    talks = [seen for seen, _ in llm.seen if isinstance(seen[0], dict)]
+    assert [m["content"] for m in talks[-1] if m["role"] == "user"] == ["hello", "bye"]
+    assert run("chat", "long " * 9, llm=Narrow()).exit_code == 2
+
+
 def test_chat_with_a_message_answers_once(run: Callable[..., Any]) -> None:
     result = run("chat", "one", "--json")
     assert json.loads(result.stdout)["requests"][0]["prompt"] == "one"
