@@ -30,6 +30,7 @@ from typer import Argument, Option
 
 from foretell import demo as demonstration
 from foretell.commands import bench, bench_options, doctor, plan, serve, show_tree, tune
+from foretell.commands.profile import profile
 from foretell.llm import LLM
 from foretell.metrics import Metrics
 from foretell.model.hub import DEFAULT_MODEL, ModelSource, resolve
@@ -247,6 +248,7 @@ app.add_typer(bench.app, name="bench")  # behind the others, as --help lists the
 bench_options.command(app, "tune")(tune.command)
 command(plan.plan)
 command(doctor.doctor)
+command(profile)
 bench_options.command(app, "show-tree")(show_tree.show_tree)
 serve.register(app)
 
