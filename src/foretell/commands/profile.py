@@ -26,7 +26,7 @@ def profile(
     ] = "mixed",
     batch: Annotated[int, Option("--batch", min=1, help="Requests at once.")] = 1,
     steps: Annotated[int, Option("--steps", min=1, help="Steps that are profiled.")] = 20,
-    trace: Annotated[
+    out: Annotated[
         str, Option("--out", "-o", help="The trace, for chrome://tracing or Perfetto.")
     ] = "foretell-profile.json",
     as_json: Annotated[
@@ -53,12 +53,12 @@ def profile(
             encode(read_prompts(prompt.text)[0], parts.tokenizer, prompt.id).token_ids
             for prompt in texts
         ]
-        found = profiler.profile(parts.driver.engine, ids, params, steps, Path(trace), warm)
+        found = profiler.profile(parts.driver.engine, ids, params, steps, Path(out), warm)
     if as_json:
         print(json.dumps(asdict(found)))
         return
     sys.stdout.write(table(found))
-    print(f"trace: {trace} (open it in chrome://tracing or ui.perfetto.dev)", file=sys.stderr)
+    print(f"trace: {out} (open it in chrome://tracing or ui.perfetto.dev)", file=sys.stderr)
 
 
 def table(found: Profile) -> str:
