@@ -136,6 +136,19 @@ def test_two_that_are_equal_are_not_sure() -> None:
     assert 0.5 <= fastest < 0.999
 
 
+def test_a_verdict_that_is_not_sure_names_the_next_best(
+    scripted: Callable[[dict[int, float]], list[tuple[str, int]]],
+) -> None:
+    scripted({2: 1.30, 4: 1.30})
+    tuned = tune(
+        TinyEngines(), candidates(2, 4), Plan(prompts(6), PARAMS, batch=1, repeats=1), quiet
+    )
+    assert tuned.fastest < 0.9 or "Not sure" not in tuned.verdict
+    unsure = replace(tuned, fastest=0.5, second="ngram k=9 at 1.29x")
+    assert "Not sure: close behind is ngram k=9 at 1.29x" in unsure.verdict
+    assert "Not sure" not in replace(unsure, fastest=0.97).verdict
+
+
 def test_a_speed_up_weighs_groups_by_their_time() -> None:
     pairs = [Pair(10, 1.0, 10, 2.0), Pair(30, 3.0, 30, 3.0)]
     assert speedup(pairs) == pytest.approx((40 / 4) / (40 / 5))

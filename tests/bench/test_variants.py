@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretell.bench.variants import CHOOSES, given_variant, grid, plain_variant
+from foretell.bench.variants import CHOOSES, given_variant, grid, plain_variant, with_memory
 from foretell.speculation import resolve_speculation
 
 
@@ -53,6 +53,22 @@ def test_a_fixed_variant_does_not_let_the_engine_choose() -> None:
     assert fixed.speculative["adaptive"] is False
     assert chosen.speculative["adaptive"] is True
     assert chosen.adaptive
+
+
+def test_a_drafter_with_a_memory_forgets_between_runs_unless_told_otherwise() -> None:
+    key = "suffix_decoding_max_cached_requests"
+    for config in ({"method": "suffix"}, {"method": "suffix+eagle3", "model": "e"}):
+        found = given_variant({**config, "num_speculative_tokens": 3}).speculative
+        assert found is not None
+        assert found[key] == 0
+        assert key not in with_memory(found)
+        assert resolve_speculation(speculative_config=found).drafter is not None
+    told = given_variant({"method": "suffix", "num_speculative_tokens": 3, key: 7}).speculative
+    assert told is not None
+    assert told[key] == with_memory(told)[key] == 7
+    ngram = given_variant({"method": "ngram", "num_speculative_tokens": 3}).speculative
+    assert ngram is not None
+    assert key not in ngram
 
 
 def test_plain_drafts_nothing() -> None:

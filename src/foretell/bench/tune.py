@@ -22,11 +22,12 @@ from foretell.bench.offline import Plan, warm_up
 from foretell.bench.prompts import in_turn
 from foretell.bench.runs import Opener, Side, Tell, together
 from foretell.bench.stats import Interval, bootstrap
-from foretell.bench.variants import Variant, plain_variant
+from foretell.bench.variants import Variant, plain_variant, with_memory
 
 FINALISTS = 3
 RESAMPLES = 2000
 LEVEL = 0.95
+SURE = 0.9  # share of resamples; below it the verdict names the next best
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ class Tuned:
         gain: its speed-up with its interval; None for plain.
         faster: share of resamples in which it beats plain.
         fastest: share of resamples in which it beats plain and all other finalists.
+        second: the finalist behind it, for people; "" if there was none.
     """
 
     best: Variant
@@ -93,6 +95,7 @@ class Tuned:
     faster: float
     fastest: float
     rows: tuple[TuneRow, ...]
+    second: str = ""
 
     @property
     def verdict(self) -> str:
@@ -100,10 +103,14 @@ class Tuned:
         if self.gain is None:
             return "No candidate is faster than plain decoding here, so no drafts."
         gain = self.gain
+        unsure = self.fastest < SURE and self.second
+        more = (
+            f" Not sure: close behind is {self.second}; more prompts would tell." if unsure else ""
+        )
         return (
             f"{self.best.label}: {gain.value:.2f}x plain, {100 * gain.level:.0f} % between {gain.low:.2f} and "
             f"{gain.high:.2f}; faster than plain in {100 * self.faster:.0f} % of resamples of the prompts, the fastest "
-            f"of all in {100 * self.fastest:.0f} %."
+            f"of all in {100 * self.fastest:.0f} %.{more}"
         )
 
 
@@ -180,7 +187,7 @@ def settings(tuned: Tuned, arguments: dict[str, Any]) -> dict[str, Any]:
     """
     if tuned.best.plain:
         return arguments
-    return {**arguments, "speculative_config": dict(tuned.best.speculative or {})}
+    return {**arguments, "speculative_config": with_memory(tuned.best.speculative or {})}
 
 
 def _run(
@@ -230,4 +237,5 @@ def _decide(trials: Sequence[Trial], rows: Sequence[TuneRow]) -> Tuned:
     if best.speedup <= 1:
         return Tuned(plain_variant(), None, 1 - faster, 1 - faster, tuple(rows))
     gain = bootstrap(best.pairs, speedup, resamples=RESAMPLES, level=LEVEL)
-    return Tuned(best.variant, gain, faster, fastest, tuple(rows))
+    second = f"{trials[1].variant.label} at {trials[1].speedup:.2f}x" if len(trials) > 1 else ""
+    return Tuned(best.variant, gain, faster, fastest, tuple(rows), second)

@@ -18,6 +18,7 @@ from foretell.speculation import KEYS
 PLAIN = "plain"
 NGRAM_KEYS = ("prompt_lookup_min", "prompt_lookup_max")
 LOOKUPS = ("ngram", "suffix")  # drafters by name, without weights
+MEMORY = "suffix_decoding_max_cached_requests"
 CHOOSES = "adaptive" in KEYS  # the engine can choose the tree itself
 
 
@@ -54,7 +55,7 @@ def plain_variant() -> Variant:
 
 def given_variant(speculative: Mapping[str, Any], adaptive: bool = False) -> Variant:
     """What the user asked for, as it is but for who chooses the tree."""
-    config = dict(speculative)
+    config = without_memory(speculative)
     adaptive = adaptive and CHOOSES
     tree = config.get("tree")
     method = config.get("method")
@@ -69,6 +70,22 @@ def given_variant(speculative: Mapping[str, Any], adaptive: bool = False) -> Var
         tree=named,
         adaptive=adaptive,
     )
+
+
+def without_memory(speculative: Mapping[str, Any]) -> dict[str, Any]:
+    """The config, made to forget past outputs unless it says how many to remember.
+
+    A benchmark asks the same prompts again: a drafter that remembers what was answered would know the answers.
+    """
+    method = speculative.get("method")
+    named = [*method] if isinstance(method, list | tuple) else str(method).split("+")
+    remembers = "suffix" in named or "chained" in named or speculative.get("model") == "suffix"
+    return {MEMORY: 0, **speculative} if remembers else dict(speculative)
+
+
+def with_memory(speculative: Mapping[str, Any]) -> dict[str, Any]:
+    """The config for real work: past outputs are remembered, unless they were not to be."""
+    return {k: v for k, v in speculative.items() if (k, v) != (MEMORY, 0)}
 
 
 def grid(
@@ -93,7 +110,9 @@ def grid(
     found: dict[str, Variant] = {}
     for drafter in drafters:
         start = {"method": drafter} if drafter in LOOKUPS else {"model": drafter}
-        own = {k: v for k, v in shared.items() if drafter == "ngram" or k not in NGRAM_KEYS}
+        foreign = [k for k in shared if k in NGRAM_KEYS and drafter != "ngram"]
+        foreign += [k for k in shared if k.startswith("suffix_") and drafter != "suffix"]
+        own = {k: v for k, v in shared.items() if k not in foreign}
         for tree in trees or ("chain",):
             spec = _read_tree(tree)
             lengths: Sequence[int | None] = (None,) if isinstance(spec, list) or not ks else ks
