@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from foretell.bench.grids import Grid, grids, markdown, number, say
+from foretell.bench.machine import Busy
 from foretell.bench.record import Record
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,6 +69,17 @@ def introduction(data: Any) -> list[str]:
             where.append(f"commit {machine['commit']}")
         found = [f"{record.when[:10]}, {', '.join(where)}."]
         return found + [f"**Warning: {warning}**" for warning in record.warnings]
+    machine, settings = data.get("machine"), data.get("settings")
+    if isinstance(machine, Mapping) and isinstance(settings, Mapping):
+        told = {k: v for k, v in settings.items() if v not in (None, "", False)}
+        found = [
+            f"{machine.get('device')}, torch {machine.get('torch')}, commit {machine.get('commit')}."
+        ]
+        found.append(", ".join(f"{k.replace('_', ' ')} {say(v)}" for k, v in told.items()) + ".")
+        busy = float(data.get("busy_cores") or 0.0)
+        return found + (
+            [f"**Warning: {Busy(busy).warning('during')}**"] if Busy(busy).voids else []
+        )
     words = {k: v for k, v in data.items() if isinstance(v, str | int | float | bool)}
     if "copy_bandwidth" in words:
         words["copy_bandwidth"] = f"{words['copy_bandwidth'] / 1e12:.2f} TB/s"
@@ -146,6 +158,8 @@ def _cell(value: Any) -> str | None:
         return say(value)
     if isinstance(value, int | float):
         return f"{value:,.4g}" if isinstance(value, float) and abs(value) < 1e4 else f"{value:,.0f}"
+    if isinstance(value, Mapping) and all(isinstance(v, int | float) for v in value.values()):
+        return ", ".join(f"{key}: {v:,.4g}" for key, v in value.items()) or None
     if isinstance(value, list) and value and all(isinstance(v, int | float) for v in value):
         return f"{statistics.median(value):,.4g}"
     return None

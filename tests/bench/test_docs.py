@@ -76,6 +76,22 @@ def test_other_formats_are_shown_too(data: Any, tmp_path: Path) -> None:
     assert "|--:|" in render.section(path)
 
 
+def test_a_result_with_a_machine_and_settings_names_them_and_its_busy_cores(tmp_path: Path) -> None:
+    data = {
+        "settings": {"k": 8, "rate": [0.0, 0.9], "out": None},
+        "machine": {"device": "Test CPU", "torch": "2.13", "commit": "abc"},
+        "rows": [{"batch": 1, "fixed": {"1": 20.5, "8": 31.25}, "of_best": 0.99}],
+        "busy_cores": 1.0,
+    }
+    path = tmp_path / "2026-12-01-never-slower.json"
+    path.write_text(json.dumps(data))
+    section = render.section(path)
+    assert "Test CPU, torch 2.13, commit abc." in section
+    assert "k 8, rate 0, 0.9." in section
+    assert "1: 20.5, 8: 31.25" in section
+    assert "**Warning: 1.0 cores were kept busy" in section
+
+
 def test_newer_results_come_first(tmp_path: Path) -> None:
     for day in ("2026-12-01", "2026-12-03", "2026-12-02"):
         record("latency").save(tmp_path / f"{day}-x.json")

@@ -38,6 +38,7 @@ from foretell.bench.simulate import (
 )
 from foretell.bench.variants import given_variant, plain_variant
 from foretell.spec.acceptance import expected_tokens
+from foretell.spec.controller import Controller
 from foretell.spec.costs import BUCKETS, StepCosts
 from foretell.spec.presets import preset
 from foretell.spec.tree import Tree, chain
@@ -180,6 +181,21 @@ def test_the_best_tree_is_run_and_plain_where_drafts_do_not_pay() -> None:
             for tree in (0, 1, None)
         }
         assert seconds[None] == pytest.approx(min(seconds[0], seconds[1]), rel=0.03)
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.9])
+def test_choosing_the_best_tree_is_what_the_real_controller_comes_to(rate: float) -> None:
+    def seconds(controller: Controller | None) -> float:
+        replica = Replica(SMALL, flat(), Accepting((rate,)), random.Random(0))
+        replica.scheduler.controller = controller
+        for job in at_once(8, output=300).jobs():
+            replica.add(job)
+        replica.advance(math.inf)
+        return replica.clock
+
+    known = flat().steps
+    real = seconds(Controller(known.trees, StepCosts(known.trees, dict(known.cells))))
+    assert real == pytest.approx(seconds(None), rel=0.05)
 
 
 def test_where_nothing_is_found_the_smallest_tree_runs() -> None:
