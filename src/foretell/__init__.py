@@ -4,6 +4,7 @@ from foretell.config import Chained, DraftCheckpoint, EngineConfig, GrownTree, N
 from foretell.llm import LLM
 from foretell.outputs import CompletionOutput, Logprob, RequestOutput
 from foretell.sampling_params import RequestOutputKind, SamplingParams
+from foretell.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -17,5 +18,6 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "Suffix",
 ]

@@ -313,4 +313,7 @@ def test_small_routes_answer(live: Live) -> None:
         assert answer.status_code == 200, path
         assert answer.headers["x-request-id"]
     assert httpx.get(f"{live.url}/load").json() == {"server_load": 0}
+    shown = httpx.get(f"{live.url}/server_info").json()["speculation"]
+    assert shown["acceptance"] == "match"
+    assert shown["tree"]["drafted_tokens"] == 3
     assert "default-src 'none'" in httpx.get(live.url).headers["content-security-policy"]

@@ -128,6 +128,7 @@ def test_sigterm_under_load_answers_what_was_begun_and_a_restart_is_clean() -> N
     assert isinstance(late_one, httpx.HTTPError) or "error" in str(late_one)
     log = [json.loads(line) for line in server.process.stderr.read().splitlines()]
     assert any(line["message"] == "request" and line["request_id"] for line in log)
+    assert any(line["message"] == "starting" and line["speculation"]["method"] for line in log)
     again = Process(port=server.port)
     threads, got = answers(again.url, 2, 5)
     for thread in threads:

@@ -317,6 +317,7 @@ def _routes(server: Server) -> APIRouter:
                 "max_model_len": asker.limits.max_model_len,
                 "vocab_size": asker.limits.vocab_size,
                 "config": json.loads(json.dumps(replies.plain(config), default=str)),
+                "speculation": server.parts.driver.engine.resolved.as_dict(),
                 "started": server.started,
                 "metrics": stats(bridge, server.parts),
             }

@@ -88,6 +88,8 @@ def serve(parts: LLMParts, settings: ServerSettings, listen: Listen) -> int:
         timeout_graceful_shutdown=int(settings.drain_timeout) + 5,
     )
     process = Process(config, server)
+    resolved = parts.driver.engine.resolved.as_dict()
+    log.info("starting", extra={"fields": {"model": parts.config.model, "speculation": resolved}})
     server.bridge.start()
     try:
         asyncio.run(_watched(process, server))
