@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from lab import Lab, Run, behind, draft_model, make_lab, prompts, tiny_decoder
 
 from foretell.metrics import Recorder
+from foretell.model.layers import fill_random
+from foretell.ops.table import REFERENCE
 from foretell.sampling_params import SamplingParams
+from foretell.spec.checkpoint.vocabularies import whole
 from foretell.spec.controller import Choice, Controller, Wish
+from foretell.spec.eagle import EagleDrafter, Fusion, FusionNet, Parts
 from foretell.spec.ngram import NgramDrafter
 from foretell.spec.presets import preset
 from foretell.spec.tree import Tree, chain
+from foretell.spec.verify import Acceptance
 
 
 class Whims(Controller):
@@ -206,3 +212,52 @@ def test_adaptive_is_off_where_the_text_of_a_seed_would_depend_on_timing() -> No
 def test_k_is_the_most_that_is_drafted() -> None:
     lab = make_lab(draft_model(tiny_decoder(0)), chain(5), adaptive=True)
     assert max(tree.depth for tree in lab.engine.scheduler.trees) == 5
+
+
+def eagle(seed: int = 5) -> EagleDrafter:
+    """EAGLE-1 with random weights: its attention reads all that it was shown, with the features of it."""
+    config = replace(tiny_decoder(0).config, layers=1, windows=(), layer_ropes=())
+    net = FusionNet(Parts(config, 0, 0), Fusion(), torch.float64, REFERENCE)
+    fill_random(net, seed, torch.device("cpu"))
+    vocabulary = whole(config.vocab_size, torch.device("cpu"))
+    return EagleDrafter(net, (-1,), vocabulary, Acceptance.MATCH)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("pause", [1, 5, 70])
+def test_a_drafter_of_features_that_rested_drafts_as_if_it_had_not(pause: int, late: bool) -> None:
+    """Drafts depend on the text and on every feature before them: at the same length they must be the same."""
+    drafts: list[dict[int, list[int]]] = []
+    for script in ([3], [3, 3, *[0] * pause, 3]):
+        drafter, seen = eagle(), {}
+        propose = drafter.propose
+
+        def noted(window, shape, propose=propose, seen=seen):  # type: ignore[no-untyped-def]
+            draft = propose(window, shape)
+            if shape.tree.nodes > 1:
+                for length, tokens in zip(
+                    window.length.tolist(), draft.tokens.tolist(), strict=True
+                ):
+                    seen[length] = tokens
+            return draft
+
+        drafter.propose = noted  # type: ignore[method-assign]
+        lab = make_lab(drafter, chain(3), adaptive=True)
+        lab.engine.scheduler.controller = Script(lab.engine.scheduler.trees, script)
+        lab = behind(lab) if late else lab
+        run = lab.solo(
+            prompts(1, seed=3)[0], SamplingParams(temperature=0.0, max_tokens=110, ignore_eos=True)
+        )
+        assert len(run.tokens) == 110
+        drafts.append(seen)
+    common = drafts[0].keys() & drafts[1].keys()
+    assert len(common) > 20
+    assert {n: drafts[0][n] for n in common} == {n: drafts[1][n] for n in common}
+
+
+def test_requests_that_come_and_go_while_an_eagle_rests_keep_their_text() -> None:
+    plain = texts(answers(make_lab(), mixed(0.7)))
+    for seed in range(3):
+        lab = make_lab(eagle(), chain(3), adaptive=True, max_num_batched_tokens=48)
+        lab.engine.scheduler.controller = Whims(lab.engine.scheduler.trees, seed)
+        assert texts(answers(lab, mixed(0.7))) == plain

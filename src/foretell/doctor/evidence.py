@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from foretell.spec.acceptance import expected_speed, expected_tokens
+from foretell.spec.acceptance import expected_tokens
 from foretell.spec.costs import StepCosts
 from foretell.spec.tree import Tree
 
@@ -71,6 +71,7 @@ class Evidence:
         shared_vocabulary: share of the target's tokens that the drafter knows; 1 = all, or not known.
         template: prompts went through the model's chat template.
         plain, drafted: measured speeds without and with drafts, of the same prompts.
+        found: share of steps in which the drafter found anything to draft; the others were plain.
         same_text: both said the same; None = not comparable (another law than `match`).
         narrow: 16-bit numbers, in which near-ties may fall otherwise with another number of rows.
         preemptions: in the drafted run.
@@ -95,6 +96,7 @@ class Evidence:
     template: bool = True
     plain: Speed = Speed(0, 0.0)
     drafted: Speed = Speed(0, 0.0)
+    found: float = 1.0
     same_text: bool | None = None
     narrow: bool = False
     preemptions: int = 0
@@ -120,7 +122,15 @@ class Evidence:
 
     def speed(self, tree: int, rates: tuple[float, ...] | None = None) -> float:
         """Predicted tokens per second of all requests under a tree."""
-        return expected_speed(self.costs, self.rows, tree, self.rates if rates is None else rates)
+        rates = self.rates if rates is None else rates
+        return self.rows * expected_tokens(self.costs.trees[tree], rates) / self.seconds(tree)
+
+    def seconds(self, tree: int) -> float:
+        """Of a step for which a tree is drafted; one for which nothing was found is a plain one."""
+        plain = self.costs.seconds(self.rows, self.costs.plain)
+        if tree == self.costs.plain:
+            return plain
+        return self.found * self.costs.seconds(self.rows, tree) + (1 - self.found) * plain
 
     @property
     def best(self) -> int:

@@ -48,6 +48,13 @@ class Pinned(Controller):
         super().__init__(trees)
         self.tree = tree
         self.seen = Rates(ALL)
+        self.hits = self.wanted = 0
+
+    def found(self, anything: bool) -> None:
+        """Count how often something was drafted."""
+        super().found(anything)
+        self.wanted += 1
+        self.hits += anything
 
     def choose(self, wishes: Sequence[Wish], room: int | None = None) -> Choice:
         """That tree."""
@@ -160,6 +167,7 @@ def _with_drafts(
     full = len(trees) - 1
     by_kind, texts, preempted = {}, [], 0
     seen = Rates(ALL)
+    hits = wanted = 0
     tokens, seconds, steps, step_seconds = 0, 0.0, 0, 0.0
     for kind in dict.fromkeys(probe.kind for probe in probes):
         own = [probe for probe in probes if probe.kind == kind]
@@ -168,6 +176,7 @@ def _with_drafts(
         depth = trees[full].depth
         by_kind[kind] = expected_tokens(trees[full], pinned.seen.rates(depth, weight=1e-9))
         _join(seen, pinned.seen)
+        hits, wanted = hits + pinned.hits, wanted + pinned.wanted
         texts += list(zip(own, ran.texts, strict=True))
         preempted += ran.preemptions
         tokens, seconds = tokens + ran.speed.tokens, seconds + ran.speed.seconds
@@ -184,6 +193,7 @@ def _with_drafts(
         rates=seen.rates(trees[full].depth, weight=1e-9),
         by_kind=by_kind,
         greedy=greedy,
+        found=hits / wanted if wanted else 1.0,
         drafted=Speed(tokens, seconds, steps, step_seconds),
         same_text=same if found.acceptance == "match" else None,
         preemptions=preempted,

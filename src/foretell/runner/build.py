@@ -147,7 +147,7 @@ def assemble(config: EngineConfig, parts: Parts, tokenizer: Tokenizer | None) ->
         max_stop_ids=STOP_IDS,
         scratch=parts.scratch,
         drafter_kv=drafter.kv is not None,
-        rests=not drafter.features,
+        rests=not drafter.features or tree.depth < CATCH_UP,
         drafted_length=drafted_length,
         resolved=replace(parts.resolved, tree=tree, acceptance=config.acceptance),
         checks=parts.checks,

@@ -16,6 +16,7 @@ from foretell.spec.drafter import KVSpec
 MIB, GIB = 1 << 20, 1 << 30
 HIGHEST_UTILIZATION = 0.97  # of a device's memory; the rest is the driver's and the allocator's
 GRAPH_BYTES = 6 * MIB  # of one captured graph, its memory pool apart
+RESTING = 32  # tokens whose features are kept for a drafter that rests
 SLOT_WORDS = 64  # 64-bit numbers per slot besides text, tables and drafts
 
 
@@ -244,7 +245,7 @@ def workspace(shape: Shape, length: int) -> list[Part]:
         4 * (length + shape.depth + 2)
         + 8 * (shape.nodes + SLOT_WORDS)
         + 4 * (-(-(length + shape.slack) // shape.block_size))
-        + shape.features * shape.itemsize
+        + (2 + RESTING) * shape.features * shape.itemsize
     )
     if shape.laws:
         slots += (shape.max_num_seqs + 1) * shape.nodes * shape.vocabulary * 4

@@ -19,6 +19,7 @@ from foretell.runner.kv import clear_blocks
 from foretell.runner.outbox import Parcel, PromptParcel, Ticket
 from foretell.runner.plan import Chunk, NewBlocks, NewSlot, Plan
 from foretell.runner.step import (
+    CATCH_UP,
     Device,
     Outcome,
     Prefilled,
@@ -27,6 +28,8 @@ from foretell.runner.step import (
     decode_step,
     draft_step,
     gather_nodes,
+    keep_trail,
+    new_trail,
     prefill_step,
     top_logprobs,
 )
@@ -84,6 +87,7 @@ class Runner:
         self._unseen: dict[
             int, int
         ] = {}  # slots the drafter rests for: most tokens it has not seen
+        self._trail: Tensor | None = None  # [S + 1, CATCH_UP + 1, F], features of those tokens
         self._dirty = False
 
     @torch.inference_mode()
@@ -133,7 +137,7 @@ class Runner:
         if not left or (shape.tree.nodes == 1 and drafter.kv is None):
             return False
         if plan.rest:
-            self._rest(left)
+            self._rest(left, plan)
             return False
         self._drafted.update(dict.fromkeys(left, plan.next_tree))
         late = self._catch_up(left, plan)
@@ -178,16 +182,25 @@ class Runner:
         )
         return self.device.slots.draft_parents is None and small.begins(large)
 
-    def _rest(self, left: Sequence[int]) -> None:
-        """Remember what the drafter is not shown."""
+    def _rest(self, left: Sequence[int], plan: Plan) -> None:
+        """Remember what the drafter is not shown; of features there is room for CATCH_UP, then it is shown them."""
         work = self._drafting
         outcome = _merge(work.outcomes)
+        width = outcome.tokens.shape[1]
+        kept = outcome.features is not None
+        if kept and max(self._unseen.get(slot, 0) for slot in left) + width > CATCH_UP:
+            self._catch_up(left, plan)
         fresh = [slot for slot in left if slot not in self._unseen]
         if fresh:
             places = self._rows([work.slots.index(slot) for slot in fresh])
             self.device.slots.seen[self._rows(fresh)] = outcome.start[places]
         for slot in left:
-            self._unseen[slot] = self._unseen.get(slot, 0) + outcome.tokens.shape[1]
+            self._unseen[slot] = self._unseen.get(slot, 0) + width
+        if kept:
+            if self._trail is None:
+                self._trail = new_trail(self.device.slots)
+            places = self._rows([work.slots.index(slot) for slot in left])
+            keep_trail(self.device.slots, self._trail, self._rows(left), _select(outcome, places))
 
     def _catch_up(self, left: Sequence[int], plan: Plan) -> bool:
         """Show the drafter what it missed before this step; whether there was anything."""
@@ -200,7 +213,7 @@ class Runner:
         until = _merge(work.outcomes).start[places]
         keys = max(plan.keys, max((c.start + c.count for c in plan.chunks), default=0))
         shape, mode = self._root, self._mode(late)
-        catch_up(self.device, self._rows(late), until, most, shape, mode, keys)
+        catch_up(self.device, self._rows(late), until, most, self._trail, shape, mode, keys)
         return True
 
     def drop_drafts(self, slots: Collection[int]) -> None:

@@ -267,8 +267,32 @@ def prefill_step(
     )
 
 
+def new_trail(slots: Slots) -> Tensor:
+    """[S + 1, CATCH_UP + 1, F], room for features of tokens that a resting drafter has not seen; the last is trash."""
+    rows, width = slots.feature.shape
+    return torch.zeros(
+        rows, CATCH_UP + 1, width, dtype=slots.feature.dtype, device=slots.feature.device
+    )
+
+
+def keep_trail(slots: Slots, trail: Tensor, rows: Tensor, outcome: Outcome) -> None:
+    """Keep the features of what `rows` committed, by place after the last token that the drafter has seen."""
+    assert outcome.features is not None, "only drafters that read features need them"
+    place = torch.arange(outcome.tokens.shape[1], device=rows.device)
+    valid = place < outcome.count.unsqueeze(1)
+    index = (outcome.start - slots.seen[rows]).unsqueeze(1) + place
+    trail[rows.unsqueeze(1), torch.where(valid, index, CATCH_UP)] = outcome.features
+
+
 def catch_up(
-    device: Device, rows: Tensor, until: Tensor, most: int, shape: Shape, mode: Mode, keys: int
+    device: Device,
+    rows: Tensor,
+    until: Tensor,
+    most: int,
+    trail: Tensor | None,
+    shape: Shape,
+    mode: Mode,
+    keys: int,
 ) -> None:
     """Show the drafter what was committed while it rested, CATCH_UP tokens at a time.
 
@@ -276,6 +300,7 @@ def catch_up(
         rows: [B] int64, slots of requests that it rested for.
         until: [B] int64, tokens below this position are shown; those of the last step come with the draft.
         most: no row has more of them.
+        trail: features of those tokens, from `keep_trail`, if the drafter reads any; then there is one pass.
         shape: of the tree with one node.
     """
     slots = device.slots
@@ -289,7 +314,7 @@ def catch_up(
             tokens=slots.tokens[rows.unsqueeze(1), index].to(torch.int64),
             start=start,
             count=count,
-            features=None,
+            features=None if trail is None else trail[rows, : place.shape[0]],
             live=slots.live[rows],
             blocks=slots.blocks[rows],
             text=slots.tokens,
