@@ -34,6 +34,7 @@ def test_the_model_stands_among_foreign_options() -> None:
     assert named_model(["m", "--swap-space", "0"]) == "m"
     assert named_model(["--enable-chunked-prefill", "m"]) == "m"
     assert named_model(["m", "--kv-cache-dtype=auto", "--disable-log-stats"]) == "m"
+    assert named_model(["--enable-server-load-tracking", "m", "--stream-interval", "1"]) == "m"
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,8 @@ def test_the_model_stands_among_foreign_options() -> None:
         (["--pipeline-parallel-size=2"], "--pipeline-parallel-size 2 is not supported"),
         (["--no-async-scheduling"], "plans ahead"),
         (["--porrt", "3"], "did you mean 'port'"),
+        (["--max-log-len", "3"], "Prompts are not logged"),
+        (["--per-request-spec-decode-metrics", "summary"], "speculation_metrics"),
         (["a", "b"], "one model"),
     ],
 )

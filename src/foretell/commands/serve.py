@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from foretell.arguments import MISSING
+from foretell import arguments
 from foretell.config import refuse_unknown
 from foretell.configfile import read_config
 from foretell.options import EngineOptions, flatten
+from foretell.speculation import Missing
 
 if TYPE_CHECKING:
     from foretell.llm import LLM
@@ -124,6 +125,33 @@ class ServeOptions:
         return said | {name: value for name, value in own.items() if value is not None}
 
 
+_LOGS = Missing((None, False, True), "Logs are JSON lines, one for each request.")
+_ONE = Missing((None, 1), "One process serves one model; put a proxy before several.")
+MISSING: Mapping[str, Missing] = {
+    **arguments.MISSING,
+    "disable_uvicorn_access_log": _LOGS,
+    "max_log_len": Missing((None,), "Prompts are not logged."),
+    "log_config_file": Missing((None,), "Logs are JSON lines on stderr."),
+    "disable_fastapi_docs": Missing((None, True, False), "There are none."),
+    "enable_server_load_tracking": Missing((None, True), "The load is always counted: /load."),
+    "enable_prompt_tokens_details": Missing((None, True), "Usage always has the details."),
+    "enable_request_id_headers": Missing((None, True), "Every response has X-Request-Id."),
+    "return_tokens_as_token_ids": Missing((None, False), "Requests say it themselves."),
+    "allow_credentials": Missing((None, False), "Other sites' pages must send a key."),
+    "allowed_methods": Missing((None,), "GET and POST are allowed to --allowed-origins."),
+    "allowed_headers": Missing((None,), "What the API reads is allowed to --allowed-origins."),
+    "middleware": Missing((None, []), "Put a proxy in front."),
+    "ssl_ca_certs": Missing((None,), "Let a proxy check the certificates of clients."),
+    "lora_modules": Missing((None, []), "Merge the adapter into the model's weights."),
+    "chat_template_content_format": Missing((None, "auto", "string"), "Parts are joined to text."),
+    "structured_outputs_config": Missing((None,), "Grammars are llguidance's."),
+    "per_request_spec_decode_metrics": Missing(
+        (None, "none"), "Requests ask with speculation_metrics."
+    ),
+    "stream_interval": Missing((None, 1), "A piece is sent for every step."),
+    "api_server_count": _ONE,
+    "headless": Missing((None, False), "The engine and its routes are one process."),
+}
 _OWN_NAMES = {
     "api_key": "api_keys",
     "tool_call_parser": "tool_parser",
@@ -182,14 +210,13 @@ def open_server(
     file = {} if engine.config is None else read_config(engine.config)
     said = options.merged(file)
     own = [f.name for f in fields(ServeOptions) if f.name not in _LLM_NAMES]
-    arguments = engine.arguments()
-    arguments = {name: value for name, value in arguments.items() if name not in own}
-    arguments |= {name: said[name] for name in _LLM_NAMES if name in said}
-    settings = settings_of(said, str(arguments.get("model") or DEFAULT_MODEL))
-    fetch(arguments.get("model"), arguments.get("revision"))
+    given = {name: value for name, value in engine.arguments().items() if name not in own}
+    given |= {name: said[name] for name in _LLM_NAMES if name in said}
+    settings = settings_of(said, str(given.get("model") or DEFAULT_MODEL))
+    fetch(given.get("model"), given.get("revision"))
     with progress() as tell, notes_on_stderr():
-        tell(f"loading {arguments.get('model') or DEFAULT_MODEL}")
-        return LLM(**arguments), settings, said
+        tell(f"loading {given.get('model') or DEFAULT_MODEL}")
+        return LLM(**given), settings, said
 
 
 def serve(
