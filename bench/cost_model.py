@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--batches", default="1,4,8")
     parser.add_argument("--prompts", default="copy", help="a lookup must find something")
     parser.add_argument("--num-prompts", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--max-tokens", type=int, default=192)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plots", type=Path)

@@ -272,7 +272,7 @@ def _tuned(record: Record) -> Grid:
                 number(row["tokens_per_s"]),
                 f"{gain['value']:.2f}x" if gain else NOTHING,
                 f"{gain['low']:.2f} to {gain['high']:.2f}" if gain else NOTHING,
-                yes(row["kept"]),
+                "yes" if row["kept"] else "no",
             )
         )
     return Grid(heading(record), columns, tuple(rows), str((record.extra or {}).get("verdict", "")))

@@ -289,7 +289,7 @@ def _tuned(record: Record) -> Plot:
     axes.set_ylim(-0.7, len(rows) - 0.3)
     return Plot(
         "candidates",
-        "Each where it was last measured, with its 95 % interval; green ones reached the last round.",
+        "Each where it was last measured, with its 95 % interval; the green one won the last round.",
         figure,
     )
 
