@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from foretell.cli import app
 from foretell.commands.serve import ServeOptions, named_model, settings_of
 from foretell.configfile import read_config
 from foretell.server.settings import ServerSettings
@@ -72,3 +75,11 @@ def test_foreign_options_are_refused_with_what_to_do(words: list[str], said: str
 def test_wrong_settings_are_named(wrong: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         settings_of(wrong, "m")
+
+
+def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    ran = CliRunner().invoke(app, ["serve", "nothing"])
+    assert ran.exit_code == 1
+    assert "pip install 'foretell[serve]'" in ran.stderr
+    assert "fastapi is missing" in ran.stderr
