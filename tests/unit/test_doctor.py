@@ -17,6 +17,7 @@ from foretell.doctor.findings import Finding, Rank, diagnose
 from foretell.doctor.gather import Probe, looked_up
 from foretell.doctor.report import as_dict
 from foretell.spec.acceptance import expected_tokens
+from foretell.spec.compat import Check, SelfTest, Suspect, find_causes
 from foretell.spec.costs import StepCosts
 from foretell.spec.ladder import ladder
 from foretell.spec.tree import Tree, chain
@@ -303,3 +304,19 @@ def test_a_lookup_is_counted_in_the_text_that_was_made() -> None:
     assert looked_up([probe], [(2, 3, 4, 9)]) == 4.0
     assert looked_up([Probe("x", (1, 2, 3))], [(7, 8, 9)]) == 1.0
     assert looked_up([], []) == 0.0
+
+
+def test_every_cause_that_the_start_up_proof_can_name_has_a_finding() -> None:
+    poor = SelfTest(1.02, 1.02, 40, 3, {"text": 1.3, "chat": 1.0}, 1.0)
+    names = ("wrong layers", "wrong residual", "wrong rope base")
+    tried = [(Suspect(name, "pass it", None), 2.0) for name in names]  # type: ignore[arg-type]
+    check = Check("tokenizer", False, "31% of the tokens agree")
+    causes = [
+        *find_causes(poor, tried, [check]),
+        *find_causes(replace(poor, by_kind={}), [], []),
+    ]
+    assert len(causes) >= 6
+    for cause in causes:
+        finding = first(well(rates=POOR, causes=(cause,)))
+        assert finding.rank is Rank.CAUSE, cause
+        assert finding.code != "misaligned", cause
