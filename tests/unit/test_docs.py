@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -15,6 +17,7 @@ from foretell import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")])
+SERVER = "http://127.0.0.1:8000"
 COMMAND = typer.main.get_command(cli.app)
 
 
@@ -44,17 +47,41 @@ def test_python_runs_as_it_stands(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     code = blocks(page, "python")[place]
-    target, draft = text_model(tmp_path / "target", layers=2), text_model(tmp_path / "draft")
+    for library in re.findall(r"^(?:from|import) (\w+)", code, flags=re.M):
+        pytest.importorskip(library)
     names = re.findall(r'"([\w-]+/[\w.-]+)"', code)
-    pretend(monkeypatch, {name: draft if i else target for i, name in enumerate(names)})
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, str(page), "exec"), {"__name__": "__main__"})
+    if SERVER in code:
+        with served(names[0]) as url:
+            run(code.replace(SERVER, url), page)
+    else:
+        models = [text_model(tmp_path / "0", layers=2), text_model(tmp_path / "1")]
+        pretend(monkeypatch, dict(zip(names, models, strict=False)))
+        run(code, page)
     printed = capsys.readouterr().out
     assert ("print(" in code) == bool(printed)
     if page.name.startswith("README"):
         assert len(names) == 2
         assert printed.count("Generated text: ") == 2
         assert 1.0 <= float(printed.splitlines()[-1]) <= 6.0, "of five drafted tokens"
+
+
+def run(code: str, page: Path) -> None:
+    exec(compile(code, str(page), "exec"), {"__name__": "__main__"})
+
+
+@contextmanager
+def served(name: str) -> Iterator[str]:
+    """A tiny model under that name; gives the server's address."""
+    from serving_lab import Live, tiny_llm
+
+    from foretell.server.settings import ServerSettings
+
+    server = Live(tiny_llm(), ServerSettings(model_names=(name,)))
+    try:
+        yield server.url
+    finally:
+        server.close()
 
 
 @pytest.mark.parametrize("line", COMMANDS)
