@@ -9,9 +9,9 @@ import pytest
 from serving_lab import MODEL, drafting, tiny_llm
 
 from foretell.sampling_params import SamplingParams
-from foretell.server.app import Server, build_server
 from foretell.server.batch import BatchRun
 from foretell.server.settings import ServerSettings
+from foretell.server.state import Server, build_server
 from foretell.spec.tree import chain
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from serving_lab import MODEL, Live, start, tiny_llm
 
-from foretell.server.app import build_app, build_server
+from foretell.server.app import build_app
 from foretell.server.settings import ServerSettings
+from foretell.server.state import build_server
 
 schemathesis = pytest.importorskip("schemathesis")
 

@@ -19,9 +19,10 @@ from foretell.engine.engine import Engine
 from foretell.llm import LLM
 from foretell.metrics import Recorder
 from foretell.runner.build import Parts, assemble
-from foretell.server.app import Server, build_app, build_server
+from foretell.server.app import build_app
 from foretell.server.run import Process
 from foretell.server.settings import ServerSettings
+from foretell.server.state import Server, build_server
 from foretell.spec.autoregressive import DraftModelDrafter
 from foretell.spec.drafter import Drafter, NoDrafter
 from foretell.spec.tree import Tree, chain

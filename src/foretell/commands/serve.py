@@ -250,8 +250,8 @@ def batch(
 ) -> None:
     """Answer a batch file without a server; a run that was stopped goes on where it was."""
     llm, settings, _ = open_server(engine, options, None)
-    from foretell.server.app import build_server
     from foretell.server.batch import BatchRun
+    from foretell.server.state import build_server
 
     count = BatchRun(build_server(llm.parts(), settings)).run(source, target)
     said = f"{count.answered} answered, {count.failed} refused or failed"

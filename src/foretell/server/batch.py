@@ -20,10 +20,12 @@ from pydantic import ValidationError
 
 from foretell.assembly import Assembly
 from foretell.progress import Progress
-from foretell.server.app import Server, Work, read_json
 from foretell.server.asked import Asked
+from foretell.server.bodies import read_json
 from foretell.server.errors import ApiError, path_of
 from foretell.server.schema import ChatRequest, CompletionRequest
+from foretell.server.state import Server
+from foretell.server.work import Work
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 AHEAD = 2  # requests queued per slot, so that the engine never waits for the file

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 import uvicorn
 
 from foretell.llm import LLMParts
-from foretell.server.app import Server, build_app, build_server
+from foretell.server.app import build_app
 from foretell.server.guard import JsonLines
 from foretell.server.settings import ServerSettings
+from foretell.server.state import Server, build_server
 
 log = logging.getLogger("foretell.server")
 
