@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch
 
+from foretell.bench import profiler
+from foretell.commands.profile import table
 from foretell.config import EngineConfig, Ngram
 from foretell.engine.build import engine_around
 from foretell.engine.engine import Engine
@@ -72,6 +74,20 @@ SHAPES: dict[str, dict[str, object]] = {
         "num_attention_heads": 12,
         "num_key_value_heads": 2,
         "vocab_size": 151936,
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+    },
+    "mixtral-8x7b": {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
     },
     "tiny": {
         "hidden_size": 256,
@@ -83,7 +99,7 @@ SHAPES: dict[str, dict[str, object]] = {
     },
 }
 DRAFT_VOCABULARY = 32000
-PROMPT, OUTPUT = 256, 256
+PROMPT, OUTPUT, BATCHED = 256, 256, 8192
 
 
 def config_of(shape: str) -> ModelConfig:
@@ -120,7 +136,7 @@ def target_of(
 
 def eagle3(target: Decoder, vocabulary: int) -> EagleDrafter:
     """A one-layer EAGLE-3 head with a reduced vocabulary."""
-    layer = replace(target.config, layers=1, windows=(None,), layer_ropes=(0,))
+    layer = replace(target.config, layers=1, windows=(None,), layer_ropes=(0,), experts=0)
     vocabulary = min(vocabulary, target.config.vocab_size)
     parts = NetParts(layer=layer, own_embedding=0, own_head=vocabulary)
     net = Eagle3Net(
@@ -157,7 +173,7 @@ def engine_of(target: Decoder, drafter: Drafter, k: int, batch: int, eager: bool
     config = EngineConfig(
         max_model_len=PROMPT + OUTPUT + 64,
         max_num_seqs=batch,
-        max_num_batched_tokens=8192,
+        max_num_batched_tokens=BATCHED,
         kv_cache_memory_bytes=40 << 30 if target.config.hidden_size > 1000 else 1 << 30,
         enable_prefix_caching=False,
         enforce_eager=eager,
@@ -242,7 +258,28 @@ def fixed(device: torch.device, prompts: list[list[int]]) -> bool:
     return plain == drafted == alone
 
 
-def measure(target: Decoder, k: int, batch: int, repeats: int) -> dict[str, object]:
+def floors(
+    target: Decoder, drafter: Drafter, k: int, batch: int, bandwidth: float
+) -> dict[str, float]:
+    """Milliseconds that a decode step needs to read weights and keys once: of the target, and of the drafter's passes.
+
+    A mixture of experts counts whole: with few rows a step reads less.
+    """
+    layers, heads, dim = target.kv_shape
+    keys = batch * (PROMPT + OUTPUT / 2) * 2 * heads * dim * target.dtype.itemsize
+    weights = sum(p.nbytes for part in (target.layers, target.head) for p in part.parameters())
+    found = {"target": weights + layers * keys}
+    if isinstance(drafter, EagleDrafter):
+        parts = dict(drafter.net.named_parameters())
+        every = sum(p.nbytes for name, p in parts.items() if not name.startswith("fc."))
+        once = sum(p.nbytes for name, p in parts.items() if name.startswith("fc."))
+        found["draft"] = once + k * (every + keys)
+    return {name: 1e3 * nbytes / bandwidth for name, nbytes in found.items()}
+
+
+def measure(
+    target: Decoder, k: int, batch: int, repeats: int, bandwidth: float
+) -> dict[str, object]:
     drafter: Drafter = eagle3(target, DRAFT_VOCABULARY) if k else NoDrafter()
     engine = engine_of(target, drafter, k, batch)
     prompts = random_prompts(batch, target.config.vocab_size)
@@ -255,6 +292,9 @@ def measure(target: Decoder, k: int, batch: int, repeats: int) -> dict[str, obje
         assert all(len(text) == OUTPUT for text in texts)
         seconds.append(elapsed)
     middle = statistics.median(seconds)
+    prompt_steps = -(-batch * PROMPT // BATCHED)
+    decode = 1e3 * (middle - prefill) / (steps - prompt_steps)
+    floor = sum(floors(target, drafter, k, batch, bandwidth).values())
     return {
         "k": k,
         "requests": batch,
@@ -263,32 +303,30 @@ def measure(target: Decoder, k: int, batch: int, repeats: int) -> dict[str, obje
         "steps": steps,
         "ms_per_step": round(1e3 * middle / steps, 3),
         "prefill_s": round(prefill, 5),  # the same prompts with one token each
+        "decode_ms": round(decode, 3),
+        "floor_ms": round(floor, 3),
+        "floor_share": round(floor / decode, 3),
         "replays": engine.runner.graphs.replays,
     }
 
 
-def profile(target: Decoder, k: int, batch: int, out: Path) -> None:
-    """Kernel times of a few steps, as a table."""
+def profile(target: Decoder, k: int, batch: int, out: Path, bandwidth: float) -> dict[str, object]:
+    """Phases and kernels of a few steps, as a table in a file; the phases beside their floors."""
     drafter: Drafter = eagle3(target, DRAFT_VOCABULARY) if k else NoDrafter()
     engine = engine_of(target, drafter, k, batch)
     prompts = random_prompts(batch, target.config.vocab_size)
     run(engine, prompts, 32)
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
-    for i, prompt in enumerate(prompts):
-        engine.add(str(i), prompt, params, seed=i)
-    for _ in range(6):
-        engine.step()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    ) as trace:
-        for _ in range(10):
-            engine.step()
-        torch.cuda.synchronize()
-    table = trace.key_averages().table(
-        sort_by="cuda_time_total", row_limit=45, max_name_column_width=70
-    )
-    (out / f"profile_k{k}_b{batch}.txt").write_text(table)
+    found = profiler.profile(engine, prompts, params, steps=10, warm=8)
+    (out / f"profile_k{k}_b{batch}.txt").write_text(table(found))
+    floor = floors(target, drafter, k, batch, bandwidth)
+    return {
+        "k": k,
+        "requests": batch,
+        "ms_per_step": round(found.ms_per_step, 3),
+        "phases": {part.name: round(part.ms, 4) for part in found.phases},
+        "floors": {name: round(ms, 4) for name, ms in floor.items()},
+    }
 
 
 def main() -> None:
@@ -310,14 +348,15 @@ def main() -> None:
         result["check"] = check(device)
         print("check", json.dumps(result["check"]), flush=True)
     result["device"] = torch.cuda.get_device_name(device)
-    result["copy_bandwidth"] = bandwidth(device)
+    bytes_per_s = bandwidth(device)
+    result["copy_bandwidth"] = bytes_per_s
     ops = forced(arguments.mean, table_for(device))
     target = target_of(arguments.shape, torch.bfloat16, device, ops)
     rows = []
     for batch in arguments.batch:
         for k in (0, arguments.k):
             try:
-                rows.append(measure(target, k, batch, arguments.repeats))
+                rows.append(measure(target, k, batch, arguments.repeats, bytes_per_s))
             except Exception as error:  # a variant that fails must not lose the others' figures
                 rows.append(
                     {"k": k, "requests": batch, "error": f"{type(error).__name__}: {error}"[:500]}
@@ -325,9 +364,11 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
             torch.cuda.empty_cache()
     if arguments.profile:
-        for k in (0, arguments.k):
-            for batch in (1, arguments.batch[-1]):
-                profile(target, k, batch, out)
+        result["profiles"] = [
+            profile(target, k, batch, out, bytes_per_s)
+            for k in (0, arguments.k)
+            for batch in dict.fromkeys((1, arguments.batch[-1]))
+        ]
     result["rows"] = rows
     (out / "gpu.json").write_text(json.dumps(result, indent=1))
     print(json.dumps(result))
