@@ -14,6 +14,7 @@ from kernel_cases import DEVICE, HALF, error, noise, tolerance
 from foretell.ops.reference import layers as reference_layers
 from foretell.ops.reference import linear as reference
 from foretell.ops.triton import experts, linear
+from foretell.ops.triton.device import DeviceLimits
 from foretell.ops.triton.linear import Tile
 
 DTYPES = (torch.float32, HALF)
@@ -124,3 +125,21 @@ def test_a_row_of_nan_keeps_its_harm_to_itself() -> None:
     out = experts.experts(x, router, packed, 2, "silu")
     assert out[2].isnan().all()
     assert torch.equal(out[[0, 1, 3]], alone[[0, 1, 3]])
+
+
+def test_streams_are_for_few_rows_of_16_bits_on_a_device_with_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = noise(96, 256, dtype=HALF)
+    hopper = DeviceLimits(processors=132, shared_bytes=232448, capability=90)
+    for device, most in (
+        (hopper, 64),
+        (replace(hopper, capability=89), 0),
+        (replace(hopper, shared_bytes=101376), 0),
+    ):
+        monkeypatch.setattr(linear, "limits", lambda _, device=device: device)
+        found = [rows for rows in (1, 8, 33, 64, 65) if linear.best_tile(rows, weight) is not None]
+        assert found == [rows for rows in (1, 8, 33, 64, 65) if rows <= most]
+        assert (linear.best_gated_tile(8, weight) is None) == (most == 0)
+        assert linear.best_tile(8, weight.float()) is None
+        assert linear.best_tile(8, weight[:, :200]) is None

@@ -23,6 +23,7 @@ from foretell.ops.triton.layers import act_mul, activate
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 _LEAST_BAND = 16  # outputs of the narrowest tile
+_DEEP_BYTES = 160 << 10  # shared memory that the deepest of `best_tile`'s streams needs
 MOST_ROWS = 64  # of x, for the kernels here
 
 
@@ -167,7 +168,10 @@ def best_gated_tile(rows: int, weight: Tensor) -> Tile | None:
 def _streams(rows: int, weight: Tensor) -> bool:
     """Whether a product is one of those that were measured: on Hopper, 16-bit numbers, few rows, whole turns."""
     whole = weight.shape[1] % 128 == 0 and weight.element_size() == 2
-    return whole and rows <= MOST_ROWS and limits(weight.device).capability >= 90
+    if not whole or rows > MOST_ROWS:
+        return False
+    limit = limits(weight.device)
+    return limit.capability >= 90 and limit.shared_bytes >= _DEEP_BYTES
 
 
 def tile_for(rows: int, outputs: int, inner: int, itemsize: int, device: torch.device) -> Tile:

@@ -326,7 +326,7 @@ def _deepest(
     shift = tl.full([], 28, tl.uint32)
     for _ in range(8):
         candidates = prefix | (digit << shift)
-        total = tl.zeros([16], dtype=tl.float32)
+        total = tl.zeros([16, BLOCK], dtype=tl.float32)  # added up once, behind the loop
         for base in range(0, width, BLOCK):
             place = base + tl.arange(0, BLOCK)
             inside = place < width
@@ -336,8 +336,8 @@ def _deepest(
             weight = tl.full([BLOCK], 1.0, tl.float32)
             if BY_MASS:
                 weight = _mass(x, peak)
-            total += tl.sum(tl.where(above, weight[None, :], 0.0), 1)
-        reached = tl.sum((total >= wanted).to(tl.int32), 0)
+            total += tl.where(above, weight[None, :], 0.0)
+        reached = tl.sum((tl.sum(total, 1) >= wanted).to(tl.int32), 0)
         prefix = prefix | (tl.maximum(reached - 1, 0).to(tl.uint32) << shift)
         shift = shift - tl.full([], 4, tl.uint32)
     return prefix
@@ -347,19 +347,19 @@ def _deepest(
 @no_type_check
 def _above(logits, divisor, peak, width, limit, BLOCK: tl.constexpr):
     """(number of tokens above the limit, their weight, number of tokens at it)."""
-    count = 0.0
-    weight = 0.0
-    ties = 0.0
+    count = tl.zeros([BLOCK], dtype=tl.float32)
+    weight = tl.zeros([BLOCK], dtype=tl.float32)
+    ties = tl.zeros([BLOCK], dtype=tl.float32)
     for base in range(0, width, BLOCK):
         place = base + tl.arange(0, BLOCK)
         inside = place < width
         x = _scaled(logits, place, inside, divisor)
         value = _ordered(x)
         over = inside & (value > limit)
-        count += tl.sum(over.to(tl.float32), 0)
-        weight += tl.sum(tl.where(over, _mass(x, peak), 0.0), 0)
-        ties += tl.sum((inside & (value == limit)).to(tl.float32), 0)
-    return count, weight, ties
+        count += over.to(tl.float32)
+        weight += tl.where(over, _mass(x, peak), 0.0)
+        ties += (inside & (value == limit)).to(tl.float32)
+    return tl.sum(count, 0), tl.sum(weight, 0), tl.sum(ties, 0)
 
 
 @triton.jit
