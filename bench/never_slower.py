@@ -159,9 +159,10 @@ def change(engine: Engine, forced: Forced, given: argparse.Namespace) -> dict[st
     engine.scheduler.controller = controller
     forced.rate.fill_(before)
     params = SamplingParams(temperature=0.0, max_tokens=given.tokens, ignore_eos=True)
-    engine.add("0", given.prompt, params, seed=0)
     chosen: list[int] = []
-    while engine.has_work() and len(chosen) < 192:
+    while len(chosen) < 192:
+        if not engine.has_work():  # again from the start, as often as it takes
+            engine.add("0", given.prompt, params, seed=0)
         if len(chosen) == 128:
             forced.rate.fill_(after)
         engine.step()
