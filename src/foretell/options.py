@@ -17,6 +17,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 from typer import Option
 
 from foretell.configfile import SPECULATION, read_config
+from foretell.model.hub import DEFAULT_DRAFTER, DEFAULT_MODEL, HEADS
 from foretell.sampling_params import SamplingParams
 
 NGRAM_TOKENS = 7  # with the last token 8 rows, which cost a CPU's bf16 product what one row costs
@@ -127,9 +128,14 @@ class EngineOptions:
         return str(named or "none")
 
     def with_drafts(self) -> EngineOptions:
-        """The same engine with a drafter: the one asked for, else n-gram, which needs no weights."""
+        """The same engine with a drafter: the one asked for, else the default model's own EAGLE-3 head.
+
+        Other models get n-gram, which needs no weights.
+        """
         if self.drafts:
             return self
+        if self.model in (None, DEFAULT_MODEL) and (HEADS / DEFAULT_DRAFTER).is_dir():
+            return replace(self, speculate_model=DEFAULT_DRAFTER)
         count = self.num_speculative_tokens or NGRAM_TOKENS
         return replace(self, spec_method="ngram", num_speculative_tokens=count)
 

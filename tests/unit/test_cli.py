@@ -324,7 +324,7 @@ def test_demo_ends_with_the_json_line(run: Callable[..., Any]) -> None:
     result = run("demo")
     assert result.exit_code == 0
     last = json.loads(result.stdout.rstrip("\n").rsplit("\n", 1)[-1])
-    assert last["method"] == "ngram"
+    assert last["method"] == "smollm2-135m-instruct-eagle3"  # the default model's own head
     assert last["same_text"] is True
     assert last["acceptance_length"] == 3.0
     assert last["speedup"] == pytest.approx(
@@ -335,7 +335,7 @@ def test_demo_ends_with_the_json_line(run: Callable[..., Any]) -> None:
 
 def test_demo_json_prints_the_json_line_alone(run: Callable[..., Any]) -> None:
     result = run("demo", "--json")
-    assert json.loads(result.stdout)["method"] == "ngram"
+    assert json.loads(result.stdout)["method"] == "smollm2-135m-instruct-eagle3"
 
 
 def test_demo_says_so_when_the_texts_differ() -> None:

@@ -1,0 +1,148 @@
+"""Drafters learn a pattern to near the oracle, and an interrupted run gives the weights of an uninterrupted one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from oracles import V, cycle_target
+
+from foretell.model.decoder import Decoder
+from foretell.training.capture import Capture, DiskStore
+from foretell.training.check import Checker, Question
+from foretell.training.data import Example, Packed, pack
+from foretell.training.dense import DENSE
+from foretell.training.eagle import EagleRecipe, EagleSettings, head_layer, new_eagle3
+from foretell.training.loop import Loop, LoopSettings
+from foretell.training.medusa import MedusaRecipe, MedusaSettings, new_heads
+from foretell.training.recipe import Recipe
+from foretell.training.save import DraftCard
+
+TARGET = cycle_target()
+TAPS = (2, 3, 4)
+CPU = torch.device("cpu")
+
+
+def dense_target() -> Decoder:
+    target = Decoder(TARGET.config, TARGET.dtype, CPU, DENSE)
+    from foretell.model.layers import fill
+
+    for name, parameter in TARGET.named_parameters():
+        fill(target, name, parameter.detach().clone())
+    return target
+
+
+def texts() -> Packed:
+    """What the target says: it counts up from the prompt's last token."""
+    examples = []
+    for i in range(24):
+        prompt = [(5 * i + 3 * j) % V for j in range(3 + i % 4)]
+        said = [(prompt[-1] + 1 + j) % V for j in range(20)]
+        whole = tuple(prompt + said)
+        examples.append(Example(str(i), whole, ((len(prompt), len(whole)),)))
+    return pack(examples, 64)
+
+
+def recipe_of(kind: str) -> Recipe:
+    target = dense_target()
+    if kind == "medusa":
+        settings = MedusaSettings(heads=3, own_output=True)
+        card = DraftCard("cycle", dtype=torch.float64)
+        return MedusaRecipe(
+            new_heads(target, settings), target, Capture(target, ()), settings, card
+        )
+    ids = torch.arange(V)
+    net = new_eagle3(target, ids, head_layer(target.config), 3, seed=0)
+    card = DraftCard("cycle", taps=TAPS, dtype=torch.float64)
+    return EagleRecipe(net, target, Capture(target, TAPS), ids, EagleSettings(steps=4), card)
+
+
+def loop_of(recipe: Recipe, folder: Path, steps: int, **stamp: object) -> Loop:
+    settings = LoopSettings(steps=steps, rows=2, learning_rate=1e-2, warmup=5)
+    return Loop(recipe, texts(), settings, folder, {"hidden_size": 32, **stamp}, CPU)
+
+
+@pytest.mark.parametrize(("kind", "depth", "steps"), [("eagle3", 4, 120), ("medusa", 3, 200)])
+def test_a_drafter_of_a_minute_accepts_nearly_all_of_a_learnable_pattern(
+    kind: str, depth: int, steps: int, tmp_path: Path
+) -> None:
+    recipe = recipe_of(kind)
+    loop_of(recipe, tmp_path / "run", steps).run()
+    recipe.save(tmp_path / "head")
+    questions = [Question("never seen", (7 * i % V, 31, (11 * i + 2) % V)) for i in range(6)]
+    checker = Checker(TARGET, questions, max_tokens=1 + 7 * (depth + 1), tokens=depth)
+    found = checker.acceptance(tmp_path / "head")["all"]
+    assert found.mean > 0.9 * (depth + 1), found.record()
+
+
+def test_a_run_that_was_cut_and_resumed_gives_the_same_weights_bit_for_bit(tmp_path: Path) -> None:
+    whole, first, second = (recipe_of("eagle3") for _ in range(3))
+    loop_of(whole, tmp_path / "whole", 12).run()
+    loop_of(first, tmp_path / "cut", 12).run(stop_after=5)
+    state = loop_of(second, tmp_path / "cut", 12).run()
+    assert state.step == 12
+    pairs = zip(whole.modules.parameters(), second.modules.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    cut = zip(whole.modules.parameters(), first.modules.parameters(), strict=True)
+    assert not all(torch.equal(a, b) for a, b in cut)
+
+
+def test_a_run_of_a_target_of_another_width_is_refused_and_left_alone(tmp_path: Path) -> None:
+    loop_of(recipe_of("eagle3"), tmp_path, 4).run(stop_after=2)
+    before = (tmp_path / "state.pt").read_bytes()
+    with pytest.raises(ValueError, match="hidden_size=32, this one has 48"):
+        loop_of(recipe_of("eagle3"), tmp_path, 4, hidden_size=48).run()
+    assert (tmp_path / "state.pt").read_bytes() == before
+
+
+def test_accumulated_batches_step_like_one_large_batch(tmp_path: Path) -> None:
+    found = []
+    for rows, accumulate in ((4, 1), (2, 2), (1, 4)):
+        recipe = recipe_of("eagle3")
+        settings = LoopSettings(steps=3, rows=rows, accumulate=accumulate, warmup=1)
+        Loop(recipe, texts(), settings, tmp_path / f"{rows}", {}, CPU).run()
+        found.append([p.detach().clone() for p in recipe.modules.parameters()])
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_features_kept_on_disk_are_those_that_were_computed_and_survive_a_restart(
+    tmp_path: Path,
+) -> None:
+    data, target = texts(), dense_target()
+    rows = torch.arange(2)
+    plain = Capture(target, TAPS)(rows, data.take(rows))
+    width = 4 * TARGET.config.hidden_size
+
+    def store(budget: int) -> DiskStore:
+        shape = (data.tokens.shape[0], 64, width)
+        return DiskStore(tmp_path, *shape, budget, torch.float64, CPU, "cycle")
+
+    Capture(target, TAPS, store(1 << 30))(rows, data.take(rows))
+    again = store(1 << 30)
+    kept = again.get(rows)
+    assert kept is not None
+    assert torch.equal(kept[0], torch.cat((plain.features, plain.hidden), -1))
+    assert torch.equal(kept[1], plain.best)
+    assert again.get(torch.tensor([0, 2])) is None
+    with pytest.raises(ValueError, match="features of"):
+        DiskStore(tmp_path, 9, 64, width, 1 << 30, torch.float64, CPU, "another target")
+
+
+def test_a_disk_that_is_full_costs_a_note_and_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, target = texts(), dense_target()
+    shape = (data.tokens.shape[0], 64, 4 * TARGET.config.hidden_size)
+    store = DiskStore(tmp_path, *shape, 1 << 30, torch.float64, CPU, "cycle")
+
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "_write_list", full)
+    with caplog.at_level("WARNING", "foretell"):
+        Capture(target, TAPS, store)(torch.arange(2), data.take(torch.arange(2)))
+    assert "No space left on device" in caplog.text
+    assert "computed again" in caplog.text
