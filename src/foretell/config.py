@@ -186,6 +186,17 @@ class DraftCheckpoint:
             )
         if self.num_speculative_tokens is not None:
             _check_draft_tokens(self.num_speculative_tokens)
+        if self.revision is not None:
+            _require(
+                isinstance(self.revision, str),
+                f"revision must be a branch, a tag or a commit, got {self.revision!r}",
+            )
+        for name in ("use_heterogeneous_vocab", "norm_before_residual"):
+            value = getattr(self, name)
+            _require(
+                value is None or isinstance(value, bool),
+                f"{name} must be True or False, got {value!r}",
+            )
         if self.max_model_len is not None:
             _check_positive("max_model_len (of the draft model)", self.max_model_len)
         if self.target_layers is not None:
@@ -432,7 +443,7 @@ def refuse_unknown(owner: str, given: Iterable[str], known: Sequence[str]) -> No
     for name in given:
         if name in known:
             continue
-        near = get_close_matches(name, known, n=1, cutoff=0.5)
+        near = get_close_matches(str(name), known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
         raise ValueError(f"{owner} has no key {name!r}; {hint}")
 

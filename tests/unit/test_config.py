@@ -465,6 +465,20 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: object) -> No
         EngineConfig.from_mapping({name: value})
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({1: 2}, "speculative_config has no key 1; known: "),
+        ({"revision": 5}, "revision must be a branch, a tag or a commit, got 5"),
+        ({"use_heterogeneous_vocab": "yes"}, "use_heterogeneous_vocab must be True or False"),
+        ({"norm_before_residual": 1}, "norm_before_residual must be True or False, got 1"),
+    ],
+)
+def test_a_value_of_a_wrong_kind_is_refused(given: dict[object, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve_speculation("d", 2, given)  # type: ignore[arg-type]
+
+
 def test_unknown_keys_name_the_nearest_known_one() -> None:
     with pytest.raises(
         ValueError, match="EngineConfig has no key 'max_seqs'; did you mean 'max_num_seqs'"
