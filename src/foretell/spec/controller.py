@@ -36,6 +36,7 @@ TRUST = 12.0  # drafts of its own that weigh as much for a request as what all r
 SLACK, ALARM = 0.5, 6.0  # CUSUM in standard deviations: a change of 2 * SLACK is looked for
 LARGEST = 2.5  # deviation that counts: one rare draft alone proves nothing
 FORGET = 0.95  # of what was known, at an alarm
+SMALL = 32  # requests that are thought about one by one, in every step
 FOUND_STEPS = 32.0  # steps that the share of drafts with a token remembers
 
 
@@ -147,6 +148,7 @@ class Controller:
         self._budget = 0.0  # seconds that trials may lose
         self._rest = 0
         self._again = False
+        self._last = Choice(-1, 0.0, 0.0)
         self._found = 1.0  # share of wanted drafts that had a token
 
     # What happened.
@@ -175,7 +177,11 @@ class Controller:
         reached = accepted if cut else min(accepted + 1, deepest)
         for place in range(reached):
             self._tried_at[place] = self._choices
-        seen, variance = _surprise(shape, self._rates(known), accepted, reached)
+        seen = variance = 0.0
+        if (
+            len(self._own) <= SMALL
+        ):  # in a large batch one request's change is that of all, or of no weight
+            seen, variance = _surprise(shape, self._rates(known), accepted, reached)
         known.take((draft,), seen, variance)
         seen, variance = _surprise(shape, self._shared, accepted, reached)
         self._seen, self._variance = self._seen + seen, self._variance + variance
@@ -224,6 +230,13 @@ class Controller:
         fits = [t for t in self._order if room is None or self.trees[t].nodes <= room]
         if rows == 0 or fits in ([], [self.plain]) or all(wish.most == 0 for wish in wishes):
             return Choice(self.plain, float(rows), 0.0)
+        last = self._last
+        if last.tree in fits and self._choices % (1 + rows // SMALL) and not last.trial:
+            return last  # a large batch has its own inertia, and thinking takes time as well
+        self._last = self._decide(wishes, fits, rows)
+        return self._last
+
+    def _decide(self, wishes: Sequence[Wish], fits: Sequence[int], rows: int) -> Choice:
         if not self.costs.cells:
             return Choice(self.current if self.current in fits else fits[-1], 0.0, 0.0)
         options = [self._option(tree, wishes) for tree in fits]
