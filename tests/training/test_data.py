@@ -103,7 +103,7 @@ def test_a_full_disk_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(answers, "complete", two)
     path = tmp_path / "answers.jsonl"
-    with pytest.raises(OSError, match="No space left.*1 answers are kept"):
+    with pytest.raises(OSError, match=r"No space left.*1 answers are kept"):
         answers.answer_file(path, [], Engine(), Template(), SamplingParams(), 1)  # type: ignore[arg-type]
     assert [e.id for e in read_answers(path)] == ["a"]
 
