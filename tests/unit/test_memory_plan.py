@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from foretell.cli import app
 from foretell.config import EngineConfig
+from foretell.doctor.evidence import Evidence
+from foretell.doctor.findings import diagnose
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.planning import Device, decoder_model, plan_memory, read_bytes
@@ -263,3 +265,14 @@ def test_the_command_says_what_fits_and_its_exit_code_whether_it_does(tmp_path: 
     )
     assert tight.exit_code == 3
     assert "tensor_parallel_size=2" in tight.output
+
+
+def test_a_load_that_does_not_fit_says_what_helps_and_the_doctor_knows_it() -> None:
+    with pytest.raises(
+        ValueError, match="What helps, the cheapest first: raise kv_cache"
+    ) as caught:
+        make_lab(draft_model(tiny_decoder(1, layers=1)), chain(6), kv_cache_memory_bytes=20_000)
+    said = str(caught.value)
+    assert "lower max_model_len from 160 to 80" in said
+    assert "draft 3 tokens instead of 6" in said
+    assert diagnose(Evidence(method="draft_model", load_error=said))[0].code == "out_of_memory"
