@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,10 @@ def dense_target() -> Decoder:
 def texts() -> Packed:
     """What the target says: it counts up from the prompt's last token."""
     examples = []
-    for i in range(24):
-        prompt = [(5 * i + 3 * j) % V for j in range(3 + i % 4)]
-        said = [(prompt[-1] + 1 + j) % V for j in range(20)]
+    chance = random.Random(0)
+    for i in range(120):
+        prompt = [chance.randrange(V) for _ in range(2 + i % 5)]
+        said = [(prompt[-1] + 1 + j) % V for j in range(40)]
         whole = tuple(prompt + said)
         examples.append(Example(str(i), whole, ((len(prompt), len(whole)),)))
     return pack(examples, 64)
@@ -63,7 +65,7 @@ def loop_of(recipe: Recipe, folder: Path, steps: int, **stamp: object) -> Loop:
     return Loop(recipe, texts(), settings, folder, {"hidden_size": 32, **stamp}, CPU)
 
 
-@pytest.mark.parametrize(("kind", "depth", "steps"), [("eagle3", 4, 120), ("medusa", 3, 200)])
+@pytest.mark.parametrize(("kind", "depth", "steps"), [("eagle3", 4, 240), ("medusa", 3, 200)])
 def test_a_drafter_of_a_minute_accepts_nearly_all_of_a_learnable_pattern(
     kind: str, depth: int, steps: int, tmp_path: Path
 ) -> None:
