@@ -148,3 +148,13 @@ def test_a_disk_that_is_full_costs_a_note_and_no_run(
         Capture(target, TAPS, store)(torch.arange(2), data.take(torch.arange(2)))
     assert "No space left on device" in caplog.text
     assert "computed again" in caplog.text
+
+
+def test_a_prediction_of_speed_needs_no_drafter_for_its_plain_side(tmp_path: Path) -> None:
+    recipe = recipe_of("medusa")
+    recipe.save(tmp_path)
+    tree = ((0,), (1,), (0, 0))
+    checker = Checker(TARGET, [Question("x", (3, 9, 4))], max_tokens=40, tree=tree)
+    plain, drafting = checker.step_costs(tmp_path)
+    assert plain > 0
+    assert drafting > 0

@@ -117,7 +117,7 @@ class Checker:
             else DraftCheckpoint(
                 model=str(folder), num_speculative_tokens=None if self.tree else self.tokens
             ),
-            tree=self.tree,
+            tree=None if folder is None else self.tree,
             adaptive=False,  # what the drafter can do, and not what would be fastest here
         )
         if folder is None:
