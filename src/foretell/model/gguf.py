@@ -23,7 +23,7 @@ from torch import Tensor
 from foretell.model.config import ModelConfig
 
 SUPPORTED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-_CHUNK = 1 << 19  # elements made dense at a time, so that intermediate results stay in cache
+_CHUNK = 1 << 17  # elements made dense at a time: they stay in cache, and hold little memory
 _WORKERS = min(8, os.cpu_count() or 1)
 _SCALARS = {
     0: "B",
@@ -73,20 +73,34 @@ class GgufFile:
         return {name: stored.shape for name, stored in self.tensors.items()}
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A tensor made dense, a piece at a time so that only the result is large."""
+        """A tensor made dense, a piece at a time so that only the result is large.
+
+        Pieces are read and not mapped: pages of a mapped file would stay in memory until the whole model is loaded.
+        """
         stored = self.tensors[name]
         elements, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[stored.kind]]
         out = torch.empty(stored.shape, dtype=dtype)
-        flat, data = out.view(-1), memoryview(self._data)
+        flat = out.view(-1)
 
         def fill(first: int) -> None:
             last = min(first + _CHUNK, flat.shape[0])
             start, stop = first // elements * nbytes, last // elements * nbytes
-            window = data[stored.start + start : stored.start + stop]
-            flat[first:last] = _dense(np.frombuffer(window, dtype=np.uint8), stored.kind)
+            raw = np.empty(stop - start, dtype=np.uint8)
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(stored.start + start)
+                count = file.readinto(memoryview(raw))
+            if count != len(raw):
+                raise ValueError(
+                    f"{self.path}: became shorter while it was read; download it again"
+                )
+            flat[first:last] = _dense(raw, stored.kind)
 
+        pieces = range(0, flat.shape[0], _CHUNK)
+        if len(pieces) <= 1:
+            list(map(fill, pieces))
+            return out
         with ThreadPoolExecutor(_WORKERS) as pool:  # NumPy works outside the interpreter's lock
-            list(pool.map(fill, range(0, flat.shape[0], _CHUNK)))
+            list(pool.map(fill, pieces))
         return out
 
 

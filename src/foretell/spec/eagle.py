@@ -268,7 +268,11 @@ class Bound:
             meta=meta,
             kv_slots=meta.kv_slots.flatten(),
             rotation=rotation(
-                config.ropes[0], self.frequencies, meta.positions.flatten(), target.dtype, target.ops
+                config.ropes[0],
+                self.frequencies,
+                meta.positions.flatten(),
+                target.dtype,
+                target.ops,
             ),
             mask=target.ops.mask(meta, None, block_size, group, target.dtype),
             window=None,

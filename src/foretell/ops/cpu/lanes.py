@@ -167,8 +167,8 @@ def ordered(typing, key):
 def exp(typing, x):
     """e^x to two units in the last place, without a branch, so that loops with it become vector code.
 
-    Flat below -87.3, where float32 has no more exponents, infinite from 88.4 on; NaN stays NaN. 2^n of the nearest n, and a polynomial for the rest
-    (the coefficients of the Cephes library's expf).
+    Flat below -87.3, where float32 has no more exponents, infinite from 88.4 on; NaN stays NaN. 2^n of the nearest
+    n, and a polynomial for the rest (the coefficients of the Cephes library's expf).
     """
 
     def emit(context, builder, signature, args):
