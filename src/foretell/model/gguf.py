@@ -88,7 +88,7 @@ class GgufFile:
             raw = np.empty(stop - start, dtype=np.uint8)
             with self.path.open("rb", buffering=0) as file:
                 file.seek(stored.start + start)
-                count = file.readinto(memoryview(raw))
+                count = file.readinto(raw.data)
             if count != len(raw):
                 raise ValueError(
                     f"{self.path}: became shorter while it was read; download it again"
