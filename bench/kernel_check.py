@@ -1,6 +1,6 @@
 """Every kernel but products (products.py) against its reference and its floor, at Llama-3.1-8B's shapes, on one GPU.
 
-    python bench/kernels.py [--only attention sample ...] [--seconds 220]
+    python bench/kernel_check.py [--only attention sample ...] [--seconds 220]
 
 A kernel is checked first, then timed (see `kernel_timing.py`). The floor is the bytes that must move over the copy
 bandwidth measured here. A case that fails says so and the next one runs. The last line is one JSON object; with OUT
