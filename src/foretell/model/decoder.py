@@ -13,25 +13,47 @@ import torch
 from torch import Tensor, nn
 
 from foretell.model.config import ModelConfig
-from foretell.model.layers import Build, Context, Layer, Linear, RMSNorm, at_hand, fill_random
+from foretell.model.layers import (
+    Build,
+    Context,
+    Layer,
+    Linear,
+    RMSNorm,
+    at_hand,
+    embed,
+    fill_random,
+)
 from foretell.model.rope import inverse_frequencies, rotation
+from foretell.model.shard import part_of
+from foretell.ops.group import ALONE, Group, rows_of
 from foretell.ops.meta import LayerKV, Meta
 from foretell.ops.table import OpTable, table_for
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model. It is born empty: `load.load_model` or `Decoder.random` fill it."""
+    """A decoder-only language model. It is born empty: `load.load_model` or `Decoder.random` fill it.
+
+    Args:
+        config: of the whole model.
+        group: the ranks that it is split over; this is one rank's part.
+    """
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: OpTable
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: OpTable,
+        group: Group = ALONE,
     ) -> None:
         super().__init__()
         self.config, self.dtype, self.device, self.ops = config, dtype, device, ops
-        build = Build(ops, dtype)
-        self.embedding = build.parameter(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(build, config) for _ in range(config.layers))
+        self.part, self.rows = part_of(config, group), rows_of(config.vocab_size, group)
+        build = Build(ops, dtype, group)
+        self.embedding = build.parameter(self.rows.count, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(build, self.part) for _ in range(config.layers))
         self.norm = RMSNorm(build, config.hidden_size, config.norm_eps)
-        self.head = Linear(build, config.hidden_size, config.vocab_size, bias=False)
+        self.head = Linear(build, config.hidden_size, self.rows.count, bias=False)
         at_hand(self)
         self.frequencies = tuple(inverse_frequencies(rope, device) for rope in config.ropes)
 
@@ -54,8 +76,8 @@ class Decoder(nn.Module):
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:
-        """(layers, KV heads, head dimension)."""
-        return self.config.layers, self.config.kv_heads, self.config.head_dim
+        """(layers, KV heads of this rank, head dimension)."""
+        return self.part.layers, self.part.kv_heads, self.part.head_dim
 
     def feature_width(self, taps: tuple[int, ...]) -> int:
         """F, the width of the features of these taps."""
@@ -79,7 +101,7 @@ class Decoder(nn.Module):
         Returns:
             [..., H] hidden states after the final norm, and the taps side by side [..., F] (None without taps).
         """
-        x = self.ops.embed(tokens.flatten(), self.embedding, self.config.embedding_scale)  # [R, H]
+        x = self.embed(tokens.flatten(), self.config.embedding_scale)  # [R, H]
         contexts = self._contexts(meta, kv)
         tapped: dict[int, Tensor] = {}
         for i, layer in enumerate(self.layers):
@@ -92,8 +114,16 @@ class Decoder(nn.Module):
         features = torch.cat([tapped[tap] for tap in taps], dim=-1).view(shape) if taps else None
         return hidden.view(shape), features
 
+    def embed(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
+        """[R] tokens → [R, H] embeddings; -1 is padding."""
+        return embed(self.ops, tokens, self.embedding, scale, self.rows)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., H] hidden states after the final norm → [..., V] logits in the model's dtype."""
+        """[..., H] hidden states after the final norm → [..., V] logits in the model's dtype, on every rank."""
+        return self.rows.join(self.own_logits(hidden))
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """[..., H] → [..., rows.count], the logits of this rank's tokens."""
         flat = hidden.reshape(-1, hidden.shape[-1])
         out = self.head.forward(flat)
         if self.config.logit_scale != 1.0:
@@ -105,7 +135,7 @@ class Decoder(nn.Module):
 
     def _contexts(self, meta: Meta, kv: Sequence[LayerKV]) -> list[Context]:
         """What each layer must know; layers of the same window and rope share theirs."""
-        config = self.config
+        config = self.part
         group, block_size = config.heads // config.kv_heads, kv[0].k.shape[1]
         positions, kv_slots = meta.positions.flatten(), meta.kv_slots.flatten()
         masks = {

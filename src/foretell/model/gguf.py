@@ -6,6 +6,7 @@ dequantising is the library's. A file that is cut short or inconsistent is refus
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from foretell.model.config import ModelConfig
+from foretell.model.shard import Cut
 
 SUPPORTED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _CHUNK = 1 << 17  # elements made dense at a time: they stay in cache, and hold little memory
@@ -72,36 +74,83 @@ class GgufFile:
         """Shape of every tensor."""
         return {name: stored.shape for name, stored in self.tensors.items()}
 
-    def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A tensor made dense, a piece at a time so that only the result is large.
+    def read(self, name: str, dtype: torch.dtype, cut: Cut | None = None) -> Tensor:
+        """A tensor, or a part of it, made dense, a piece at a time so that only the result is large.
 
-        Pieces are read and not mapped: pages of a mapped file would stay in memory until the whole model is loaded.
+        Pieces are read and not mapped: pages of a mapped file would stay in memory until the whole model is loaded. A
+        part of the last dimension is cut out of the rows as they are stored, at the borders of their blocks.
         """
         stored = self.tensors[name]
-        elements, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[stored.kind]]
-        out = torch.empty(stored.shape, dtype=dtype)
-        flat = out.view(-1)
+        span = _span(stored, cut)
+        out = torch.empty(span.shape, dtype=dtype)
+        rows = out.view(-1, span.width)
+        most = max(1, _CHUNK // stored.shape[-1])  # rows of a piece
 
-        def fill(first: int) -> None:
-            last = min(first + _CHUNK, flat.shape[0])
-            start, stop = first // elements * nbytes, last // elements * nbytes
-            raw = np.empty(stop - start, dtype=np.uint8)
+        def fill(piece: tuple[int, int, int]) -> None:
+            place, first, count = piece
+            raw = np.empty(count * span.row_bytes, dtype=np.uint8)
             with self.path.open("rb", buffering=0) as file:
-                file.seek(stored.start + start)
-                count = file.readinto(raw.data)
-            if count != len(raw):
+                file.seek(stored.start + first * span.row_bytes)
+                got = file.readinto(raw.data)
+            if got != len(raw):
                 raise ValueError(
                     f"{self.path}: became shorter while it was read; download it again"
                 )
-            flat[first:last] = _dense(raw, stored.kind)
+            rows[place : place + count] = span.dense(raw, stored.kind)
 
-        pieces = range(0, flat.shape[0], _CHUNK)
+        pieces = [
+            (place + at, first + at, min(most, count - at))
+            for place, first, count in span.runs
+            for at in range(0, count, most)
+        ]
         if len(pieces) <= 1:
             list(map(fill, pieces))
             return out
         with ThreadPoolExecutor(_WORKERS) as pool:  # NumPy works outside the interpreter's lock
             list(pool.map(fill, pieces))
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A part of a stored tensor, as rows of its last dimension."""
+
+    shape: tuple[int, ...]
+    row_bytes: int  # of a whole row
+    runs: tuple[tuple[int, int, int], ...]  # (first row of the part, first row stored, how many)
+    blocks: slice  # bytes of a row that hold the part's columns
+    columns: slice  # of what those bytes make
+
+    @property
+    def width(self) -> int:
+        """Columns of the part."""
+        return int(self.columns.stop - self.columns.start)
+
+    def dense(self, raw: np.ndarray[Any, np.dtype[np.uint8]], kind: str) -> Tensor:
+        """[rows, width] of whole stored rows."""
+        rows = raw.reshape(-1, self.row_bytes)[:, self.blocks]
+        values = _dense(np.ascontiguousarray(rows).reshape(-1), kind)
+        return values.view(rows.shape[0], -1)[:, self.columns]
+
+
+def _span(stored: Stored, cut: Cut | None) -> _Span:
+    """Where a part of a tensor lies."""
+    elements, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[stored.kind]]
+    shape, width = list(stored.shape), stored.shape[-1]
+    row_bytes, last = width // elements * nbytes, len(shape) - 1
+    dim, start, stop = (0, 0, shape[0]) if cut is None else (cut.dim, cut.start, cut.stop)
+    if dim != last:
+        inner = math.prod(shape[dim + 1 : last])  # rows of one entry
+        outer, own = math.prod(shape[:dim]), (stop - start) * inner
+        runs = tuple((i * own, (i * shape[dim] + start) * inner, own) for i in range(outer))
+        low, high = 0, width
+    else:
+        runs = ((0, 0, math.prod(shape[:last])),)
+        low, high = start, stop
+    first, end = low // elements, -(-high // elements)
+    shape[dim] = stop - start
+    columns = slice(low - first * elements, high - first * elements)
+    return _Span(tuple(shape), row_bytes, runs, slice(first * nbytes, end * nbytes), columns)
 
 
 class _Header:

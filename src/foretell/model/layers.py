@@ -15,16 +15,18 @@ from torch import Tensor, nn
 
 from foretell.model.config import ModelConfig
 from foretell.model.rope import Rotation
+from foretell.ops.group import ALONE, Group, Rows
 from foretell.ops.meta import LayerKV, Meta
 from foretell.ops.table import OpTable
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What every part is built with."""
+    """What every part is built with; with several ranks, configs are those of one rank's part."""
 
     ops: OpTable
     dtype: torch.dtype
+    group: Group = ALONE
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """A parameter without memory, to be filled."""
@@ -53,15 +55,27 @@ def at_hand(part: nn.Module) -> None:
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. With `gate`, W holds a gate and an up projection and y = act(gate) * up."""
+    """y = x W^T + b. With `gate`, W holds a gate and an up projection and y = act(gate) * up.
+
+    Args:
+        sums: the ranks have parts of the inputs, and y is the sum of what each makes of its own; bias and residual are
+            rank 0's to add, so that they are added once and every rank has the same bits.
+    """
 
     def __init__(
-        self, build: Build, inputs: int, outputs: int, bias: bool, gate: str | None = None
+        self,
+        build: Build,
+        inputs: int,
+        outputs: int,
+        bias: bool,
+        gate: str | None = None,
+        sums: bool = False,
     ) -> None:
         super().__init__()
         self.ops, self.gate = build.ops, gate
+        self.group = build.group if sums else ALONE
         self.weight = build.parameter(outputs, inputs)
-        self.bias = build.parameter(outputs) if bias else None
+        self.bias = build.parameter(outputs) if bias and self.group.first else None
         self.packed: Any = None
 
     def pack(self) -> None:
@@ -74,7 +88,11 @@ class Linear(nn.Module):
         """[R, I] → [R, O], plus the residual if given (whose memory the sum may take)."""
         if self.gate is not None:
             return self.ops.gated(x, self.packed, self.gate)
-        return self.ops.linear(x, self.packed, residual)
+        if self.group.alone:
+            return self.ops.linear(x, self.packed, residual)
+        return self.group.sum(
+            self.ops.linear(x, self.packed, residual if self.group.first else None)
+        )
 
 
 class Experts(nn.Module):
@@ -82,7 +100,7 @@ class Experts(nn.Module):
 
     def __init__(self, build: Build, config: ModelConfig) -> None:
         super().__init__()
-        self.ops, self.chosen = build.ops, config.experts_per_token
+        self.ops, self.group, self.chosen = build.ops, build.group, config.experts_per_token
         self.activation = config.activation.value
         count, inner, hidden = config.experts, config.intermediate_size, config.hidden_size
         self.router = Linear(build, hidden, count, bias=False)
@@ -99,7 +117,9 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[R, H] → [R, H], plus the residual if given."""
-        out = self.ops.experts(x, self.router.forward(x), self.packed, self.chosen, self.activation)
+        out = self.group.sum(
+            self.ops.experts(x, self.router.forward(x), self.packed, self.chosen, self.activation)
+        )
         return out if residual is None else residual + out
 
 
@@ -130,7 +150,9 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.dim = config.heads, config.kv_heads, config.head_dim
         width = (self.heads + 2 * self.kv_heads) * self.dim
         self.qkv = Linear(build, inputs or config.hidden_size, width, config.qkv_bias)
-        self.output = Linear(build, self.heads * self.dim, config.hidden_size, config.output_bias)
+        self.output = Linear(
+            build, self.heads * self.dim, config.hidden_size, config.output_bias, sums=True
+        )
         gated = self.heads * self.dim if config.output_gate else 0
         self.gate = Linear(build, inputs or config.hidden_size, gated, False) if gated else None
         self.q_norm = RMSNorm(build, self.dim, config.norm_eps) if config.qk_norm else None
@@ -171,7 +193,7 @@ class Mlp(nn.Module):
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_up = Linear(build, hidden, 2 * inner, bias, gate=config.activation.value)
-        self.down = Linear(build, inner, hidden, bias)
+        self.down = Linear(build, inner, hidden, bias, sums=True)
         at_hand(self)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -203,6 +225,19 @@ class Layer(nn.Module):
             return self.mlp.forward(self.mlp_norm.forward(x), x)
         x = self.attention_post_norm.forward(self.attention.forward(mixed, context, kv), x)
         return self.mlp_post_norm.forward(self.mlp.forward(self.mlp_norm.forward(x)), x)
+
+
+def embed(ops: OpTable, tokens: Tensor, weight: Tensor, scale: float, rows: Rows) -> Tensor:
+    """[R] tokens → [R, H] embeddings, of a table whose rows the ranks have dealt out among them.
+
+    A rank gives zero for the tokens of others, and the sum is one embedding and zeros.
+    """
+    if rows.group.alone:
+        return ops.embed(tokens, weight, scale)
+    place = tokens.clamp(min=0) - rows.start  # padding embeds like token 0
+    here = (place >= 0) & (place < rows.count)
+    found = ops.embed(torch.where(here, place, 0), weight, scale)
+    return rows.group.sum(found.masked_fill(~here.unsqueeze(-1), 0.0))
 
 
 def fill(root: nn.Module, name: str, tensor: Tensor) -> None:

@@ -23,7 +23,9 @@ from foretell.model.decoder import Decoder
 from foretell.model.gguf import GgufFile, config_of
 from foretell.model.hub import Kind, ModelSource
 from foretell.model.layers import fill
+from foretell.model.shard import Cut
 from foretell.model.weights import Entry, Scheme, gguf_names, hugging_face, table
+from foretell.ops.group import ALONE, Group
 from foretell.ops.reference.linear import has_bfloat16_units
 from foretell.ops.table import OpTable, table_for
 
@@ -50,8 +52,8 @@ class Reader(Protocol):
         """Shape of every tensor, by name."""
         ...
 
-    def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One tensor."""
+    def read(self, name: str, dtype: torch.dtype, cut: Cut | None = None) -> Tensor:
+        """One tensor, or a part of it."""
         ...
 
 
@@ -61,6 +63,7 @@ def load_model(
     device: torch.device | str = "cpu",
     ops: OpTable | None = None,
     max_model_len: int | None = None,
+    group: Group = ALONE,
 ) -> Decoder:
     """Load a model.
 
@@ -70,6 +73,7 @@ def load_model(
             (bfloat16 where it has none), and on a CPU bfloat16 if it has units for it, else float32.
         ops: the operations to build on; None = those of the device.
         max_model_len: longest request to serve, if known (see `ModelConfig.from_hf`).
+        group: the ranks that it is split over; each loads its own part.
 
     Raises:
         ValueError: the checkpoint cannot be used; the message names the file, the field or the tensors.
@@ -81,9 +85,9 @@ def load_model(
     shapes = reader.shapes()
     scheme = _scheme(source, config, shapes)
     tied = config.tied and f"{scheme.head}.weight" not in shapes
-    entries = table(config, scheme, tied)
-    check(str(source.path), entries, shapes)
-    model = Decoder(config, resolved, device, ops or table_for(device))
+    check(str(source.path), table(config, scheme, tied), shapes)
+    model = Decoder(config, resolved, device, ops or table_for(device), group)
+    entries = table(config, scheme, tied, group)
     fill_from(model, entries, reader)
     if tied:
         model.tie()
@@ -191,7 +195,7 @@ def assemble(entry: Entry, reader: Reader, dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(dtype, torch.float32) if entry.plus_one else dtype
     parts = []
     for source in entry.sources:
-        part = reader.read(source.name, wide)
+        part = reader.read(source.name, wide, source.cut)
         if source.paired_heads:
             part = (
                 part.view(source.paired_heads, -1, 2, *part.shape[1:])
@@ -204,7 +208,13 @@ def assemble(entry: Entry, reader: Reader, dtype: torch.dtype) -> Tensor:
         groups = [parts[i : i + size] for i in range(0, len(parts), size)]
         return torch.stack([torch.cat(group, entry.dim) for group in groups])
     whole = torch.cat(parts, entry.dim) if len(parts) > 1 else parts[0]
-    return whole.to(dtype).contiguous()
+    # A part of a mapped tensor must not hold on to the whole of it.
+    cut = len(parts) == 1 and entry.sources[0].cut is not None
+    return (
+        whole.to(dtype).clone(memory_format=torch.contiguous_format)
+        if cut
+        else whole.to(dtype).contiguous()
+    )
 
 
 def open_reader(source: ModelSource) -> Reader:
@@ -247,9 +257,12 @@ class Safetensors:
         """Shape of every tensor."""
         return self._shapes
 
-    def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One tensor."""
-        return _converted(name, self._files[name].get_tensor(name), dtype)
+    def read(self, name: str, dtype: torch.dtype, cut: Cut | None = None) -> Tensor:
+        """One tensor; of a part nothing else is read."""
+        if cut is None:
+            return _converted(name, self._files[name].get_tensor(name), dtype)
+        place = (slice(None),) * cut.dim + (slice(cut.start, cut.stop),)
+        return _converted(name, self._files[name].get_slice(name)[place], dtype)
 
 
 class PyTorchFiles:
@@ -270,9 +283,12 @@ class PyTorchFiles:
         """Shape of every tensor."""
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
-    def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One tensor."""
-        return _converted(name, self._tensors[name], dtype)
+    def read(self, name: str, dtype: torch.dtype, cut: Cut | None = None) -> Tensor:
+        """One tensor, or a part of it."""
+        tensor = self._tensors[name]
+        if cut is not None:
+            tensor = tensor.narrow(cut.dim, cut.start, cut.stop - cut.start)
+        return _converted(name, tensor, dtype)
 
 
 def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

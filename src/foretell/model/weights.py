@@ -1,7 +1,7 @@
 """Which checkpoint tensors make which parameter: a table, made from the config and a naming scheme.
 
-An entry says what one (fused) parameter is joined from. Loading walks the table; what a tensor-parallel rank would
-take is a slice of each source. Nothing is read here.
+An entry says what one (fused) parameter is joined from. Loading walks the table; a tensor-parallel rank takes a cut of
+each source. Nothing is read here.
 """
 
 from __future__ import annotations
@@ -9,17 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from foretell.model.config import ModelConfig
+from foretell.model.shard import Cut, kv_part, part_of
+from foretell.ops.group import ALONE, Group, rows_of
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint tensor."""
+    """A checkpoint tensor.
+
+    Args:
+        shape: of the whole tensor.
+        paired_heads: over 0: so many heads, of what is taken, have their rotary pairs side by side (GGUF's Llama).
+        cut: what is taken; None = all of it.
+    """
 
     name: str
     shape: tuple[int, ...]
-    paired_heads: int = (
-        0  # over 0: so many heads have their rotary pairs side by side (GGUF's Llama)
-    )
+    paired_heads: int = 0
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,28 +130,33 @@ def gguf_names(config: ModelConfig) -> Scheme:
     )
 
 
-def table(config: ModelConfig, scheme: Scheme, tied: bool) -> list[Entry]:
-    """All parameters of a decoder, in the order they are best loaded."""
+def table(config: ModelConfig, scheme: Scheme, tied: bool, group: Group = ALONE) -> list[Entry]:
+    """All parameters of a decoder, or of one rank's part of it, in the order they are best loaded."""
     vocabulary = (config.vocab_size, config.hidden_size)
-    entries = [Entry("embedding", (Source(f"{scheme.embedding}.weight", vocabulary),))]
+    rows = rows_of(config.vocab_size, group)
+    own = None if group.alone else Cut(0, rows.start, rows.stop)
+    entries = [Entry("embedding", (Source(f"{scheme.embedding}.weight", vocabulary, cut=own),))]
     for i in range(config.layers):
-        entries += layer_entries(config, scheme, f"layers.{i}.", scheme.layer.format(i))
+        entries += layer_entries(config, scheme, f"layers.{i}.", scheme.layer.format(i), group)
     entries.append(_norm(config, "norm", scheme.norm, config.hidden_size))
     if not tied:
-        entries.append(Entry("head.weight", (Source(f"{scheme.head}.weight", vocabulary),)))
+        head = Source(f"{scheme.head}.weight", vocabulary, cut=own)
+        entries.append(Entry("head.weight", (head,)))
     return entries
 
 
-def layer_entries(config: ModelConfig, scheme: Scheme, ours: str, theirs: str) -> list[Entry]:
+def layer_entries(
+    config: ModelConfig, scheme: Scheme, ours: str, theirs: str, group: Group = ALONE
+) -> list[Entry]:
     """The parameters of one layer, under our prefix and theirs."""
     hidden = config.hidden_size
     entries = [_norm(config, f"{ours}attention_norm", theirs + scheme.attention_norm, hidden)]
-    entries += attention_entries(config, scheme, f"{ours}attention.", theirs, hidden)
+    entries += attention_entries(config, scheme, f"{ours}attention.", theirs, hidden, group)
     entries.append(_norm(config, f"{ours}mlp_norm", theirs + scheme.mlp_norm, hidden))
     if config.experts:
-        entries += _expert_entries(config, scheme, f"{ours}mlp.", theirs)
+        entries += _expert_entries(config, scheme, f"{ours}mlp.", theirs, group)
     else:
-        entries += mlp_entries(config, scheme, f"{ours}mlp.", theirs)
+        entries += mlp_entries(config, scheme, f"{ours}mlp.", theirs, group)
     if config.sandwich_norms:
         entries.append(
             _norm(config, f"{ours}attention_post_norm", theirs + scheme.attention_post_norm, hidden)
@@ -153,55 +165,104 @@ def layer_entries(config: ModelConfig, scheme: Scheme, ours: str, theirs: str) -
     return entries
 
 
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Channels of a projection and, of those, the ones that a rank keeps."""
+
+    whole: int
+    start: int
+    count: int
+
+    def cut(self, dim: int = 0, before: int = 0) -> Cut | None:
+        """The rank's channels along `dim`, which begin `before` entries into the tensor; None = they are all."""
+        if self.count == self.whole and before == 0:
+            return None
+        return Cut(dim, before + self.start, before + self.start + self.count)
+
+
+def _heads(config: ModelConfig, group: Group) -> tuple[_Span, _Span]:
+    """(query channels, key or value channels)."""
+    part, dim = part_of(config, group), config.head_dim
+    first, count = kv_part(config, group)
+    return (
+        _Span(config.heads * dim, group.rank * part.heads * dim, part.heads * dim),
+        _Span(config.kv_heads * dim, first * dim, count * dim),
+    )
+
+
+def _inner(config: ModelConfig, group: Group) -> _Span:
+    """The MLP's channels."""
+    count = config.intermediate_size // group.size
+    return _Span(config.intermediate_size, group.rank * count, count)
+
+
 def attention_entries(
-    config: ModelConfig, scheme: Scheme, ours: str, theirs: str, inputs: int
+    config: ModelConfig, scheme: Scheme, ours: str, theirs: str, inputs: int, group: Group = ALONE
 ) -> list[Entry]:
     """The parameters of one attention that reads rows of width `inputs`."""
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    paired = (config.heads, config.kv_heads, 0) if scheme.paired else (0, 0, 0)
-    parts = tuple(zip((scheme.q, scheme.k, scheme.v), (q, kv, kv), paired, strict=True))
+    q, kv = _heads(config, group)
+    names, spans = (scheme.q, scheme.k, scheme.v), (q, kv, kv)
+    dim = config.head_dim if scheme.paired else 0
     entries = []
     for leaf in ("weight", "bias") if config.qkv_bias else ("weight",):
         rest = (inputs,) if leaf == "weight" else ()
         if config.family == "phi3":
-            sources: tuple[Source, ...] = (
-                Source(f"{theirs}{scheme.qkv}.{leaf}", (q + 2 * kv, *rest)),
-            )
+            sources = _fused(f"{theirs}{scheme.qkv}.{leaf}", spans, rest, group)
         else:
             sources = tuple(
-                Source(f"{theirs}{name}.{leaf}", (size, *rest), paired_heads=heads)
-                for name, size, heads in parts
+                Source(
+                    f"{theirs}{name}.{leaf}",
+                    (span.whole, *rest),
+                    span.count // dim if dim and name != scheme.v else 0,
+                    span.cut(),
+                )
+                for name, span in zip(names, spans, strict=True)
             )
         entries.append(Entry(f"{ours}qkv.{leaf}", sources))
-    entries += _plain(
-        f"{ours}output", theirs + scheme.output, (config.hidden_size, q), config.output_bias
-    )
+    output = Source(f"{theirs}{scheme.output}.weight", (config.hidden_size, q.whole), cut=q.cut(1))
+    entries += _summed(f"{ours}output", output, config.output_bias, group)
     if config.qk_norm:
         entries.append(_norm(config, f"{ours}q_norm", theirs + scheme.q_norm, config.head_dim))
         entries.append(_norm(config, f"{ours}k_norm", theirs + scheme.k_norm, config.head_dim))
     return entries
 
 
-def mlp_entries(config: ModelConfig, scheme: Scheme, ours: str, theirs: str) -> list[Entry]:
+def mlp_entries(
+    config: ModelConfig, scheme: Scheme, ours: str, theirs: str, group: Group = ALONE
+) -> list[Entry]:
     """The parameters of one gated MLP."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden, inner = config.hidden_size, _inner(config, group)
     entries = []
     for leaf in ("weight", "bias") if config.mlp_bias else ("weight",):
         rest = (hidden,) if leaf == "weight" else ()
         if config.family == "phi3":
-            sources: tuple[Source, ...] = (
-                Source(f"{theirs}{scheme.gate_up}.{leaf}", (2 * inner, *rest)),
-            )
+            sources = _fused(f"{theirs}{scheme.gate_up}.{leaf}", (inner, inner), rest, group)
         else:
-            names = (scheme.gate, scheme.up)
-            sources = tuple(Source(f"{theirs}{name}.{leaf}", (inner, *rest)) for name in names)
+            sources = tuple(
+                Source(f"{theirs}{name}.{leaf}", (inner.whole, *rest), cut=inner.cut())
+                for name in (scheme.gate, scheme.up)
+            )
         entries.append(Entry(f"{ours}gate_up.{leaf}", sources))
-    entries += _plain(f"{ours}down", theirs + scheme.down, (hidden, inner), config.mlp_bias)
-    return entries
+    down = Source(f"{theirs}{scheme.down}.weight", (hidden, inner.whole), cut=inner.cut(1))
+    return entries + _summed(f"{ours}down", down, config.mlp_bias, group)
 
 
-def _expert_entries(config: ModelConfig, scheme: Scheme, ours: str, theirs: str) -> list[Entry]:
-    hidden, inner, count = config.hidden_size, config.intermediate_size, config.experts
+def _fused(
+    name: str, spans: tuple[_Span, ...], rest: tuple[int, ...], group: Group
+) -> tuple[Source, ...]:
+    """One tensor that holds several projections, one after the other."""
+    shape = (sum(span.whole for span in spans), *rest)
+    if group.alone:
+        return (Source(name, shape),)
+    before = [sum(span.whole for span in spans[:i]) for i in range(len(spans))]
+    cuts = [span.cut(0, start) for span, start in zip(spans, before, strict=True)]
+    return tuple(Source(name, shape, cut=cut) for cut in cuts)
+
+
+def _expert_entries(
+    config: ModelConfig, scheme: Scheme, ours: str, theirs: str, group: Group
+) -> list[Entry]:
+    hidden, inner, count = config.hidden_size, _inner(config, group), config.experts
     router = Entry(
         f"{ours}router.weight", (Source(f"{theirs}{scheme.router}.weight", (count, hidden)),)
     )
@@ -209,14 +270,15 @@ def _expert_entries(config: ModelConfig, scheme: Scheme, ours: str, theirs: str)
         f"{theirs}{name}.weight"
         for name in (scheme.expert_gate, scheme.expert_up, scheme.expert_down)
     )
+    wide, tall = (inner.whole, hidden), (hidden, inner.whole)
     if "{}" not in scheme.expert_gate:
-        both = (Source(gate, (count, inner, hidden)), Source(up, (count, inner, hidden)))
-        one = (Source(down, (count, hidden, inner)),)
+        both = tuple(Source(name, (count, *wide), cut=inner.cut(1)) for name in (gate, up))
+        one = (Source(down, (count, *tall), cut=inner.cut(2)),)
         return [router, Entry(f"{ours}gate_up", both, dim=1), Entry(f"{ours}down", one)]
     pairs = tuple(
-        Source(name.format(i), (inner, hidden)) for i in range(count) for name in (gate, up)
+        Source(name.format(i), wide, cut=inner.cut()) for i in range(count) for name in (gate, up)
     )
-    downs = tuple(Source(down.format(i), (hidden, inner)) for i in range(count))
+    downs = tuple(Source(down.format(i), tall, cut=inner.cut(1)) for i in range(count))
     return [
         router,
         Entry(f"{ours}gate_up", pairs, stack=count),
@@ -230,8 +292,10 @@ def _norm(config: ModelConfig, ours: str, theirs: str, size: int) -> Entry:
     )
 
 
-def _plain(ours: str, theirs: str, shape: tuple[int, int], bias: bool) -> list[Entry]:
-    entries = [Entry(f"{ours}.weight", (Source(f"{theirs}.weight", shape),))]
-    if bias:
-        entries.append(Entry(f"{ours}.bias", (Source(f"{theirs}.bias", shape[:1]),)))
+def _summed(ours: str, weight: Source, bias: bool, group: Group) -> list[Entry]:
+    """A product whose parts are summed over the ranks: rank 0 has the bias."""
+    entries = [Entry(f"{ours}.weight", (weight,))]
+    if bias and group.first:
+        name = weight.name.removesuffix("weight") + "bias"
+        entries.append(Entry(f"{ours}.bias", (Source(name, weight.shape[:1]),)))
     return entries

@@ -80,7 +80,8 @@ class Runner:
         captures = device.slots.device.type == "cuda" and not eager
         self.graphs = StepGraphs(device, self.shapes, captures)
         self.grammars: Grammars | None = None  # whoever has the tokenizer brings them
-        self._followers: dict[int, Follower] = {}  # of the slots whose request has a grammar
+        # Of the slots whose request has a grammar; rank 0 follows it and tells the others what is allowed.
+        self._followers: dict[int, Follower | None] = {}
         self._asked: dict[int, NewSlot] = {}  # what each occupied slot's request asked for
         self._drafting = _Drafting(prompt=None, slots=[], outcomes=[])
         self._drafted: dict[int, int] = {}  # slots with a draft, and the tree it was made for
@@ -328,17 +329,21 @@ class Runner:
             offset += chunk.count
 
     def _keep(self, slots: Sequence[int], outcome: Outcome, parcels: list[Parcel]) -> None:
+        self._drafting.slots.extend(slots)
+        self._drafting.outcomes.append(outcome)
+        if not self.device.group.first:
+            return  # the host is rank 0's
         wanted = tuple(self._wanted_logprobs(s) for s in slots)
         reports = tuple(self._traced or self._asked[s].params.report_drafts for s in slots)
         parcels.append(outbox.pack(tuple(slots), outcome, wanted, reports))
-        self._drafting.slots.extend(slots)
-        self._drafting.outcomes.append(outcome)
 
     def _follow(self, new: NewSlot) -> None:
         """The grammar of a request that enters a slot starts anew; what the request has said is read in its step."""
         self._followers.pop(new.slot, None)
         wanted = new.params.structured_outputs
-        if wanted is not None:
+        if wanted is not None and not self.device.group.first:
+            self._followers[new.slot] = None
+        elif wanted is not None:
             assert self.grammars is not None, "a grammar without a tokenizer: refused by Engine.add"
             self._followers[new.slot] = self.grammars.follow(wanted)
 
@@ -362,7 +367,8 @@ class Runner:
                 start = self._asked[slot].prompt_length + follower.seen
                 follower.advance(device.tokens[slot, start : lengths[row]].tolist())
                 masks[row] = follower.masks(tokens[row], parents[row])
-        return grammar.allowed(masks.to(device.device), vocabulary)
+        shared = self.device.group.share(masks.to(device.device))
+        return grammar.allowed(shared, vocabulary)
 
     def _wanted_logprobs(self, slot: int) -> int:
         wanted = self._asked[slot].params.logprobs

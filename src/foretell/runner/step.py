@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foretell.model.decoder import Decoder
+from foretell.ops.group import ALONE, Group
 from foretell.ops.meta import RaggedRows, TreeRows
 from foretell.ops.reference.rows import Gathered
 from foretell.ops.reference.verify import Decision, Drafted, settle
@@ -39,6 +40,7 @@ class Device:
     acceptance: Acceptance
     typical: verify.Typical
     pages: Opaque  # what `ops.move_kv` moves within
+    group: Group = ALONE  # the ranks that take the same step, each with its part of the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +141,20 @@ def decide(
         allowed: [B, N, V] bool or None, what may follow each node.
     """
     slots, ops = device.slots, device.target.ops
-    raw = device.target.logits(hidden)
     law = slots.law(rows, mode)
-    logits = raw
-    if mode.processed:
-        logits = processors.process(raw, nodes, slots.history(rows, keys, mode), mode)
-    if allowed is not None:
-        logits = torch.where(allowed, logits, -torch.inf)
-    decision = _settle(device, rows, logits, nodes, law, mode)
+    raw = logits = None
+    if _wants_whole_logits(device, mode, allowed):
+        raw = logits = device.target.logits(hidden)
+        if mode.processed:
+            logits = processors.process(raw, nodes, slots.history(rows, keys, mode), mode)
+        if allowed is not None:
+            logits = torch.where(allowed, logits, -torch.inf)
+        decision = _settle(device, rows, logits, nodes, law, mode)
+    else:
+        own, part = device.target.own_logits(hidden), device.target.rows
+        decision = _accept(
+            device, rows, verify.shard_samples(own, nodes, law, mode, ops, part), nodes
+        )
     if decision.moves is not None:
         ops.move_kv(device.pages, *decision.moves)
     path_features = None
@@ -162,12 +170,19 @@ def decide(
         accepted=decision.accepted,
         start=decision.start,
         features=path_features,
-        logprobs=_logprobs(raw, decision, mode),
+        logprobs=None if raw is None else _logprobs(raw, decision, mode),
         nodes=nodes.tokens,
         parents=nodes.shape.parents,
         path=decision.path,
-        probs=_node_probs(device, rows, logits, nodes, law, mode),
+        probs=None if logits is None else _node_probs(device, rows, logits, nodes, law, mode),
     )
+
+
+def _wants_whole_logits(device: Device, mode: Mode, allowed: Tensor | None) -> bool:
+    """Whether more is asked of a row's logits than the winner among them; if not, ranks keep theirs to themselves."""
+    if device.group.alone or device.acceptance is not Acceptance.MATCH or allowed is not None:
+        return True
+    return mode.processed or mode.filtered or mode.traced or mode.logprobs >= 0
 
 
 def _node_probs(
@@ -192,23 +207,37 @@ def _settle(
     device: Device, rows: Tensor, logits: Tensor, nodes: Nodes, law: processors.Law, mode: Mode
 ) -> Decision:
     """Accept by the engine's rule, and commit."""
-    ops, slots, shape = device.target.ops, device.slots.arrays, nodes.shape
-    size, moves = device.kv.block_size, not shape.tree.is_chain
+    ops = device.target.ops
     if device.acceptance is Acceptance.MATCH:
-        sample = verify.samples(logits, nodes, law, mode, ops)
-        drafted = Drafted(
-            nodes.tokens, sample, shape.parents, shape.depths, shape.bits, shape.tree.depth
-        )
-        return ops.decide(drafted, slots, rows, size, moves)
+        sample = device.group.share(verify.samples(logits, nodes, law, mode, ops))
+        return _accept(device, rows, sample, nodes)
     if device.acceptance is Acceptance.TYPICAL:
         verdict = verify.typical(logits, nodes, law, mode, ops, device.typical)
     else:
         probs = device.slots.draft_probs
         drawn = None if probs is None else probs[rows, : nodes.tokens.shape[1]]
         verdict = verify.rejection(logits, nodes, law, mode, drawn)
+    verdict = verdict.shared(device.group)
     return settle(
-        verdict.path, verdict.tokens, verdict.count, nodes.tokens, slots, rows, size, moves
+        verdict.path,
+        verdict.tokens,
+        verdict.count,
+        nodes.tokens,
+        device.slots.arrays,
+        rows,
+        device.kv.block_size,
+        not nodes.shape.tree.is_chain,
     )
+
+
+def _accept(device: Device, rows: Tensor, sample: Tensor, nodes: Nodes) -> Decision:
+    """Accept what agrees with the target's own samples ([B, N] int64), and commit."""
+    shape = nodes.shape
+    drafted = Drafted(
+        nodes.tokens, sample, shape.parents, shape.depths, shape.bits, shape.tree.depth
+    )
+    moves = not shape.tree.is_chain
+    return device.target.ops.decide(drafted, device.slots.arrays, rows, device.kv.block_size, moves)
 
 
 def _logprobs(raw: Tensor, decision: Decision, mode: Mode) -> LogprobRows | None:
@@ -347,7 +376,7 @@ def draft_step(
         ops=device.target.ops,
         least_match=slots.least_match[rows] if mode.lookups else None,
     )
-    draft = device.drafter.propose(window, shape)
+    draft = device.drafter.propose(window, shape).shared(device.group)
     nodes = shape.tree.nodes
     missing = slots.draft.shape[1] - nodes
     slots.draft[rows] = torch.nn.functional.pad(draft.tokens, (0, missing), value=-1)

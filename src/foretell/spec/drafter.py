@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foretell.model.decoder import Decoder
+from foretell.ops.group import Group
 from foretell.ops.meta import LayerKV, RaggedRows
 from foretell.ops.table import REFERENCE, OpTable
 from foretell.spec.nodes import Shape
@@ -89,6 +90,16 @@ class Draft:
     tokens: Tensor  # [B, N] int64, node 0 ignored, -1 = nothing proposed
     parents: Tensor | None = None  # [B, N] int64 for dynamic trees; None = the static tree
     probs: Tensor | None = None  # [B, N, V] law each node was drawn from; None = point masses
+
+    def shared(self, group: Group) -> Draft:
+        """Rank 0's, for every rank; ranks that drafted by themselves may differ by a rounding."""
+        if group.alone:
+            return self
+        return Draft(
+            group.share(self.tokens),
+            None if self.parents is None else group.share(self.parents),
+            None if self.probs is None else group.share(self.probs),
+        )
 
 
 class Drafter(Protocol):

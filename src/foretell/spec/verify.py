@@ -17,10 +17,11 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from foretell.ops.group import Group, Rows
 from foretell.ops.reference.sample import argmax_checked, uniform
 from foretell.ops.reference.verify import accept_match, path_to
 from foretell.ops.table import OpTable
-from foretell.spec import noise, processors
+from foretell.spec import noise, processors, shards
 from foretell.spec.nodes import Nodes
 from foretell.spec.processors import Law, Mode
 
@@ -40,6 +41,14 @@ class Verdict:
     path: Tensor  # [B, D + 1] int64, accepted nodes from the root; repeats the last one below its depth
     count: Tensor  # [B] int64, tokens emitted: accepted drafts and one more
     tokens: Tensor  # [B, D + 1] int64, the emitted tokens; -1 = logits were not finite; junk at and after `count`
+
+    def shared(self, group: Group) -> Verdict:
+        """Rank 0's, for every rank."""
+        if group.alone:
+            return self
+        width = self.path.shape[1]
+        both = group.share(torch.cat((self.path, self.tokens, self.count.unsqueeze(1)), dim=1))
+        return Verdict(both[:, :width], both[:, -1], both[:, width : 2 * width])
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +82,14 @@ def samples(logits: Tensor, nodes: Nodes, law: Law, mode: Mode, ops: OpTable) ->
         return ops.argmax(logits)
     stream = int(noise.Stream.SAMPLE)
     return ops.draw(logits, law, nodes.positions + 1, stream, mode.filtered)
+
+
+def shard_samples(
+    logits: Tensor, nodes: Nodes, law: Law, mode: Mode, ops: OpTable, rows: Rows
+) -> Tensor:
+    """`samples` where a rank has the logits of its own tokens ([B, N, rows.count]) and there is nothing to filter."""
+    ids = torch.arange(rows.start, rows.stop, dtype=torch.int32, device=logits.device)
+    return shards.draw(logits, law if mode.sampled else None, nodes.positions + 1, ops, rows, ids)
 
 
 def rejection(
