@@ -303,8 +303,8 @@ class EngineConfig:
         scheduling_policy: "fcfs" or "priority" (lower numbers first).
         max_logprobs: most log-probabilities per token a request may ask for; -1 = the whole vocabulary.
         enforce_eager: no CUDA graphs.
-        deterministic: on a GPU, sums in an order that does not depend on the batch, so that a text has the same bits
-            with and without drafts and whatever runs beside it (ops/triton/fixed.py says where not); slower.
+        deterministic: sums in an order that does not depend on the batch, so that a text has the same bits with and
+            without drafts and whatever runs beside it (on a GPU, ops/triton/fixed.py says where not); slower.
         drafter, acceptance, tree, adaptive: see Speculation.
         compat: how a drafter is proved at the start: "off", "shapes" (what can be compared), or "full" (it also drafts
             for a few built-in prompts).

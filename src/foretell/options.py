@@ -99,7 +99,7 @@ class EngineOptions:
     ] = None
     deterministic: Annotated[
         bool | None,
-        _engine("--deterministic", help="On a GPU: sums whose order no batch changes. Slower."),
+        _engine("--deterministic", help="Sums whose order no batch changes. Slower."),
     ] = None
     compat: Annotated[
         str | None,

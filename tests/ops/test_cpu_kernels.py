@@ -4,6 +4,7 @@ may look, and rows whose bits must not depend on their company."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ pytest.importorskip("numba")
 from kernel_cases import BUSHY, CHAIN, error, pages, tree_rows
 
 from foretell.ops.cpu import attention, layers, sample
+from foretell.ops.cpu.fixed import FIXED
 from foretell.ops.cpu.table import CPU
-from foretell.ops.meta import LayerKV, TreeRows
+from foretell.ops.meta import LayerKV, RaggedRows, TreeRows
 from foretell.ops.reference import attention as reference_attention
 from foretell.ops.reference import layers as reference
 from foretell.ops.reference import sample as reference_sample
@@ -192,6 +194,21 @@ def test_a_row_that_sees_nothing_is_zero() -> None:
     assert torch.equal(out, torch.zeros_like(out))
 
 
+def one_row(meta: TreeRows, node: int, context: int) -> TreeRows:
+    """A node as plain decoding would have it: alone behind `context` keys."""
+    position = meta.positions[:, node : node + 1]
+    return TreeRows(
+        positions=position,
+        kv_slots=meta.kv_slots[:, node : node + 1],
+        blocks=meta.blocks,
+        context=torch.tensor([context]),
+        bits=torch.ones(1, 1, dtype=torch.int64),
+        tail_positions=position,
+        keys=context + 1,
+        first_key=meta.first_key,
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("context", [3, 60, 63, 200])
 def test_a_chain_of_drafts_has_the_bits_of_one_row_at_a_time(
@@ -202,17 +219,94 @@ def test_a_chain_of_drafts_has_the_bits_of_one_row_at_a_time(
     q = noise(len(CHAIN), 6, 64, dtype=dtype)
     together = attend(meta, kv.poisoned, q)
     for node in range(len(CHAIN)):
-        alone = TreeRows(
-            positions=meta.positions[:, node : node + 1],
-            kv_slots=meta.kv_slots[:, node : node + 1],
-            blocks=meta.blocks,
-            context=meta.context + node,
-            bits=torch.ones(1, 1, dtype=torch.int64),
-            tail_positions=meta.positions[:, node : node + 1],
-            keys=context + node + 1,
-        )
-        row = attend(alone, kv.poisoned, q[node : node + 1])
+        row = attend(one_row(meta, node, context + node), kv.poisoned, q[node : node + 1])
         assert torch.equal(row[0], together[node]), node
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 3, 70])
+@pytest.mark.parametrize("context", [3, 60, 63, 200])
+def test_a_node_of_a_tree_has_the_bits_of_its_path_alone(
+    dtype: torch.dtype, window: int | None, context: int
+) -> None:
+    meta, written = tree_rows([context], BUSHY, 16)
+    kv = pages(meta.blocks, written, 2, 64, 16, dtype).poisoned
+    q = noise(len(BUSHY), 6, 64, dtype=dtype)
+    together = attend(meta, kv, q, window)
+    slots = meta.kv_slots[0]
+    for node in range(len(BUSHY)):
+        path = [i for i in range(len(BUSHY)) if int(meta.bits[0, node]) >> i & 1]
+        moved = LayerKV(kv.k.clone(), kv.v.clone())
+        for page, old in ((moved.k, kv.k), (moved.v, kv.v)):
+            page.view(-1, 2, 64)[slots[: len(path)]] = old.view(-1, 2, 64)[slots[path]]
+        row = attend(
+            one_row(meta, node, context + len(path) - 1), moved, q[node : node + 1], window
+        )
+        assert torch.equal(row[0], together[node]), node
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (None, 5.0)])
+@pytest.mark.parametrize("start", [0, 7, 61])
+def test_in_fixed_order_rows_of_a_prompt_have_the_bits_of_decoding_in_any_chunks(
+    dtype: torch.dtype, window: int | None, softcap: float | None, start: int
+) -> None:
+    rows, other = 131, 5
+    blocks = torch.arange(1, 2 + (start + rows) // 16, dtype=torch.int32).unsqueeze(0)
+    places = blocks[0].long().repeat_interleave(16) * 16 + torch.arange(16).repeat(blocks.shape[1])
+    kv = pages(blocks, places[: start + rows], 2, 32, 16, dtype).poisoned
+    q = noise(rows, 8, 32, dtype=dtype)[:, :6]
+    positions = torch.arange(start, start + rows)
+
+    def prompt(lengths: tuple[tuple[int, int], ...], some: slice) -> Tensor:
+        """One chunk of the prompt, and the first rows of it again as another request's."""
+        counts = [count for _, count in lengths]
+        ragged = RaggedRows(
+            positions=torch.cat([torch.arange(at, at + count) for at, count in lengths]),
+            kv_slots=torch.cat([places[at : at + count] for at, count in lengths]),
+            blocks=blocks.expand(len(lengths), -1),
+            starts=torch.tensor([at for at, _ in lengths]),
+            offsets=torch.tensor([0, *counts]).cumsum(0),
+            lengths=lengths,
+        )
+        query = torch.cat([q[at - start : at - start + count] for at, count in lengths])
+        keys = FIXED.mask(ragged, window, 16, 3, dtype)
+        return FIXED.attention(query, kv, ragged, keys, window, 32**-0.5, softcap)[some]
+
+    whole = prompt(((start, rows),), slice(None))
+    beside = prompt(((start, other), (start, rows)), slice(other, None))
+    cuts = (start, start + 1, start + 50, start + rows)
+    parts = [prompt(((a, b - a),), slice(None)) for a, b in pairwise(cuts)]
+    assert torch.equal(whole, beside)
+    assert torch.equal(whole, torch.cat(parts))
+    for row in (0, 1, 63, 64, 130):
+        alone = TreeRows(
+            positions=positions[row : row + 1].unsqueeze(0),
+            kv_slots=places[start + row : start + row + 1].unsqueeze(0),
+            blocks=blocks,
+            context=torch.tensor([start + row]),
+            bits=torch.ones(1, 1, dtype=torch.int64),
+            tail_positions=positions[row : row + 1].unsqueeze(0),
+            keys=start + row + 1,
+        )
+        decoded = attend(alone, kv, q[row : row + 1], window, softcap)
+        assert torch.equal(decoded[0], whole[row]), row
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", [96, 8960])
+def test_in_fixed_order_a_row_of_a_product_does_not_depend_on_the_rows_beside_it(
+    dtype: torch.dtype, inputs: int
+) -> None:
+    weight = noise(1536, inputs, dtype=dtype) * inputs**-0.5
+    bias = noise(1536, dtype=dtype)
+    packed = FIXED.pack_linear(weight, bias)
+    x, residual = noise(70, inputs, dtype=dtype), noise(70, 1536, dtype=dtype)
+    alone = torch.cat([FIXED.linear(x[i : i + 1], packed, residual[i : i + 1]) for i in range(70)])
+    for rows in (2, 7, 31, 32, 33, 64, 70):
+        assert torch.equal(FIXED.linear(x[:rows], packed, residual[:rows]), alone[:rows]), rows
+    assert error(alone, x.double() @ weight.double().T + bias + residual) < TOLERANCE[dtype]
+    assert FIXED.linear(x[:0], packed).shape == (0, 1536)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -80,8 +80,10 @@ def table_for(device: torch.device, deterministic: bool = False) -> OpTable:
     """The operations for a device.
 
     Args:
-        deterministic: on a GPU, those whose sums do not depend on the batch. (On a CPU products of up to 32 rows are
-            such anyway.)
+        deterministic: those whose sums do not depend on the batch.
+
+    Raises:
+        ValueError: there are none for this device.
     """
     if device.type == "cuda":  # Triton is imported where there is a GPU for it
         from foretell.ops.triton.fixed import FIXED
@@ -90,7 +92,13 @@ def table_for(device: torch.device, deterministic: bool = False) -> OpTable:
         return FIXED if deterministic else CUDA
     if device.type == "cpu" and find_spec("numba") is not None:
         # Numba likewise; a Python that is too new for it runs without.
+        from foretell.ops.cpu.fixed import FIXED as CPU_FIXED
         from foretell.ops.cpu.table import CPU
 
-        return CPU
+        return CPU_FIXED if deterministic else CPU
+    if deterministic:
+        raise ValueError(
+            f"deterministic=True on {device.type!r} needs foretell's compiled operations for CPUs, and numba is not "
+            "installed; install numba or leave deterministic away"
+        )
     return REFERENCE

@@ -3,9 +3,9 @@
 Keys are not gathered and no mask is made: a row walks over its context's keys and over those tail keys whose bit it
 has. Prompt chunks have many rows for the same keys: PyTorch's blocked attention is faster there.
 
-Invariant: a row's result is a function of that row and the keys it sees. The scores of key s lie at place s, sums are
-taken in parts of `_PART` places, and what is not seen adds an exact zero: so a chain of drafts gets the bits that one
-token after the other would get.
+Invariant: a row's result is a function of that row and the keys it sees. The score of context key s lies at place s,
+those of the tail keys it sees lie behind the context without gaps, sums are taken in parts of `_PART` places, and what
+is not seen adds an exact zero: so a node of any tree gets the bits that its path, one token after the other, would get.
 """
 
 from __future__ import annotations
@@ -254,6 +254,10 @@ def _tree_attention(
     query = scratch.ctypes.data  # [group, dim], scaled
     scores = query + 4 * group * dim  # [group, width]
     inverses = scores + 4 * group * width  # [group], one over the sum of each head's weights
+    own_places = np.empty(
+        tails, np.int64
+    )  # of the tail keys a row sees, in their order; -1: out of its window
+    own = own_places.ctypes.data
     cap = np.float32(softcap)
     for row in range(requests * nodes):
         request = row // nodes
@@ -261,15 +265,13 @@ def _tree_attention(
         place = places + 8 * request * keys
         position = load_int64(positions, row)
         seen = load_int64(bits, row)  # of the tail keys
-        end = context  # behind the last key seen
+        end = context  # behind the last place used
         for j in range(tails):
-            ahead = position - load_int64(tail_positions, request * tails + j)
-            if (seen >> j) & 1 == 0:
-                continue
-            if window == 0 or ahead < window:
-                end = context + j + 1
-            else:
-                seen &= ~(1 << j)
+            if (seen >> j) & 1 != 0:
+                ahead = position - load_int64(tail_positions, request * tails + j)
+                near = window == 0 or ahead < window
+                store_int64(own, end - context, load_int64(place, context + j) if near else -1)
+                end += 1
         begin = first_key if window == 0 else max(first_key, position - window + 1)
         begin = min(begin, context)  # tail keys are seen wherever they are
         start = begin // _PART * _PART
@@ -279,14 +281,16 @@ def _tree_attention(
             for i in range(group * dim):
                 store_float32(query, i, load(q, source + i) * np.float32(scale))
             for s in range(start, stop):
-                visible = s >= begin
-                if s >= context:
-                    visible = s < end and (seen >> (s - context)) & 1 != 0
-                if not visible:
+                key_place = -1
+                if begin <= s < end:
+                    key_place = (
+                        load_int64(place, s) if s < context else load_int64(own, s - context)
+                    )
+                if key_place < 0:
                     for g in range(group):
                         store_float32(scores, g * width + s, _UNSEEN)
                     continue
-                at = (load_int64(place, s) * kv_heads + kv_head) * dim
+                at = (key_place * kv_heads + kv_head) * dim
                 for first in range(0, group, 4):  # four heads share what was loaded
                     second, third = min(first + 1, group - 1), min(first + 2, group - 1)
                     fourth = min(first + 3, group - 1)
@@ -318,9 +322,12 @@ def _tree_attention(
                 for i in range(0, even, WIDTH):
                     a = b = c = d = spread(ZERO)
                     for s in range(begin, end):
-                        if s >= context and (seen >> (s - context)) & 1 == 0:
+                        key_place = (
+                            load_int64(place, s) if s < context else load_int64(own, s - context)
+                        )
+                        if key_place < 0:
                             continue
-                        at = (load_int64(place, s) * kv_heads + kv_head) * dim
+                        at = (key_place * kv_heads + kv_head) * dim
                         value = load_vector(v_pages, at + i)
                         a = multiply_add(value, spread(load_float32(scores, first * width + s)), a)
                         b = multiply_add(value, spread(load_float32(scores, second * width + s)), b)
@@ -335,8 +342,11 @@ def _tree_attention(
                 for i in range(even, dim):
                     total = ZERO
                     for s in range(begin, end):
-                        if s < context or (seen >> (s - context)) & 1 != 0:
-                            at = (load_int64(place, s) * kv_heads + kv_head) * dim
+                        key_place = (
+                            load_int64(place, s) if s < context else load_int64(own, s - context)
+                        )
+                        if key_place >= 0:
+                            at = (key_place * kv_heads + kv_head) * dim
                             total += load_float32(scores, g * width + s) * load(v_pages, at + i)
                     store_float32(query, g * dim + i, total)
                 inverse = load_float32(inverses, g)

@@ -20,11 +20,11 @@ KERNELS = (
 )
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None) -> linear.Packed:
+def pack_linear(weight: Tensor, bias: Tensor | None, fixed: bool = False) -> linear.Packed:
     """Lay out a weight; with the first one it is known which kernels will run, and they are compiled."""
     if weight.dtype in ELEMENTS:
         prepare(KERNELS, weight.dtype)
-    return linear.pack_linear(weight, bias)
+    return linear.pack_linear(weight, bias, fixed)
 
 
 def gated(x: Tensor, packed: linear.Packed, activation: str) -> Tensor:

@@ -3,8 +3,10 @@
 On a CPU with bfloat16 units, bfloat16 weights are reordered for oneDNN; everywhere else packing keeps the weight as it
 is (so a packed weight is still the parameter, and gradients reach it). Only this file knows which.
 
-On AMX the packed product gives a row the same bits whatever rows stand beside it, up to 32 of them (tried for the
-shapes of SmolLM2 and Qwen2.5 0.5B, one and two threads); from 33 rows on about one value in 5,000 differs by one bit.
+A library sums in an order of its own for each number of rows. On AMX oneDNN gives a row the same bits beside up to 31
+others (tried for the shapes of SmolLM2 and Qwen2.5, one and two threads; with 8,960 inputs a lone row is an exception);
+beside more of them about one value in 5,000 differs by one bit. A weight packed as `fixed` is multiplied in pieces of
+which this is known, or of one size, so that a row's bits never depend on its company.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from torch import Tensor
 from foretell.ops.reference.layers import act_mul
 
 _ROWS_HINT = 8  # rows a product is laid out for: a few requests, or one draft tree
+_ALIKE = (2, 32)  # oneDNN: a row has the same bits in products of so many rows
+_PIECE = 8  # rows of every product of a fixed weight elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,7 @@ class Packed:
     weight: Tensor  # [O, I], or an opaque oneDNN tensor
     bias: Tensor | None  # [O]
     onednn: bool
+    fixed: bool = False  # whether a row's bits must not depend on the rows beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +61,18 @@ def repacks(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and has_bfloat16_units()
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None) -> Packed:
+def pack_linear(weight: Tensor, bias: Tensor | None, fixed: bool = False) -> Packed:
     """Lay out a weight for `linear`.
 
     Args:
         weight: [O, I].
         bias: [O] or None.
+        fixed: a row's product is to have the same bits whatever rows stand beside it; slower above a few rows.
     """
     if not repacks(weight):
-        return Packed(weight, bias, onednn=False)
+        return Packed(weight, bias, False, fixed)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS_HINT)
-    return Packed(packed, None if bias is None else bias.detach(), onednn=True)
+    return Packed(packed, None if bias is None else bias.detach(), True, fixed)
 
 
 def linear(x: Tensor, packed: Packed, residual: Tensor | None = None) -> Tensor:
@@ -79,6 +85,30 @@ def linear(x: Tensor, packed: Packed, residual: Tensor | None = None) -> Tensor:
     Returns:
         [R, O].
     """
+    if packed.fixed:
+        return _in_pieces(x, packed, residual)
+    return _product(x, packed, residual)
+
+
+def _in_pieces(x: Tensor, packed: Packed, residual: Tensor | None) -> Tensor:
+    """`linear` by products in which a row has the bits that it has in any of them."""
+    least, most = _ALIKE if packed.onednn else (_PIECE, _PIECE)
+    sums = []
+    for start in range(0, x.shape[0], most):
+        rows = x[start : start + most]
+        added = None if residual is None else residual[start : start + most]
+        short = max(0, least - rows.shape[0])
+        if short:  # filled up with zeros
+            rows = F.pad(rows, (0, 0, 0, short))
+            added = None if added is None else F.pad(added, (0, 0, 0, short))
+        made = _product(rows, packed, added)
+        sums.append(made[: made.shape[0] - short])
+    if len(sums) == 1:
+        return sums[0]
+    return torch.cat(sums) if sums else _product(x, packed, residual)
+
+
+def _product(x: Tensor, packed: Packed, residual: Tensor | None) -> Tensor:
     if not packed.onednn:
         if residual is not None and packed.bias is None:
             return torch.addmm(residual, x, packed.weight.T)  # one kernel
@@ -106,16 +136,17 @@ def gated(x: Tensor, packed: Packed, activation: str) -> Tensor:
     return act_mul(linear(x, packed), activation)
 
 
-def pack_experts(gate_up: Tensor, down: Tensor) -> PackedExperts:
+def pack_experts(gate_up: Tensor, down: Tensor, fixed: bool = False) -> PackedExperts:
     """Lay out E experts for `experts`.
 
     Args:
         gate_up: [E, 2 * I, H].
         down: [E, H, I].
+        fixed: as `pack_linear`'s.
     """
     return PackedExperts(
-        gate_up=tuple(pack_linear(weight, None) for weight in gate_up.unbind()),
-        down=tuple(pack_linear(weight, None) for weight in down.unbind()),
+        gate_up=tuple(pack_linear(weight, None, fixed) for weight in gate_up.unbind()),
+        down=tuple(pack_linear(weight, None, fixed) for weight in down.unbind()),
     )
 
 
