@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from lab import tiny_decoder
+from pretend_hub import text_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foretell.model.hub import Kind, ModelSource
 from foretell.model.load import load_model
+from foretell.model.rope import Rope, Scaling
+from foretell.model.tokenizer import load_tokenizer
 from foretell.spec.checkpoint.source import open_checkpoint
-from foretell.training import draft
+from foretell.training import model_folder
 from foretell.training.capture import Capture
-from foretell.training.dense import DENSE
+from foretell.training.dense import DENSE, packed_rows, run_target
 from foretell.training.draft import DistilSettings, DraftRecipe, student_of
 from foretell.training.eagle import head_layer, new_eagle3
 from foretell.training.export import Format, export
 from foretell.training.medusa import MedusaSettings, new_heads
+from foretell.training.model_folder import save_model
 from foretell.training.save import DraftCard, save_eagle3, save_medusa
 
 TARGET = tiny_decoder(3, layers=8)
@@ -115,10 +122,47 @@ def test_a_format_of_another_family_is_refused_with_those_that_fit(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_model_becomes_a_folder_that_transformers_runs_to_the_same_logits(
+    tmp_path: Path,
+) -> None:
+    source = ModelSource(text_model(tmp_path / "tiny", layers=2), Kind.DIRECTORY, "tiny")
+    model = load_model(source, dtype="float64", ops=DENSE)
+    export(source.path, model, Format.HUGGING_FACE, tmp_path / "out", "tiny")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    ids = torch.randint(3, 259, (1, 12))
+    rows = packed_rows(torch.arange(12)[None], torch.zeros_like(ids))
+    hidden, _ = run_target(model, ids, rows, ())
+    torch.testing.assert_close(model.logits(hidden[0]), theirs(ids).logits[0], rtol=1e-6, atol=1e-6)
+    ours, again = load_tokenizer(source), AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = ours.apply_chat_template([{"role": "user", "content": "né 12"}], tokenize=False)
+    assert again.apply_chat_template([{"role": "user", "content": "né 12"}], tokenize=False) == text
+    assert again.encode(text) == ours.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"windows": (None, 16)}, "sliding windows"),
+        ({"family": "gemma2"}, "the gemma2 family's layers"),
+        ({"ropes": (Rope(dim=8, scaling=Scaling.LINEAR, factor=2.0),)}, "scaled rotary positions"),
+        ({"ropes": (Rope(dim=4),)}, "channels that are not rotated"),
+    ],
+)
+def test_a_model_whose_shape_could_not_be_said_is_refused_before_it_is_written(
+    change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    target = tiny_decoder(3)
+    target.config = replace(target.config, **change)
+    source = ModelSource(tmp_path, Kind.DIRECTORY, "tiny")
+    with pytest.raises(ValueError, match=said):
+        save_model(tmp_path / "out", target, source, torch.float64)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_distilled_model_loads_as_a_model_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draft, "_write_tokenizer", lambda source, folder: None)
+    monkeypatch.setattr(model_folder, "_write_tokenizer", lambda source, folder: None)
     target = tiny_decoder(3, layers=8)
     target.ops = DENSE
     source = ModelSource(tmp_path, Kind.DIRECTORY, "tiny")

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
+from lab import tiny_decoder
 
+from foretell.model.decoder import Decoder
+from foretell.model.hub import Kind, ModelSource
 from foretell.training import losses
+from foretell.training.capture import Capture
+from foretell.training.data import Example, pack
+from foretell.training.dense import DENSE, packed_rows, run_target
+from foretell.training.draft import DistilSettings, DraftRecipe
 from foretell.training.losses import Teacher, head_loss
 
 
@@ -42,3 +51,32 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     loss.backward()  # type: ignore[no-untyped-call]
     assert x.grad is not None
     assert weight.grad is None
+
+
+@pytest.mark.parametrize("reverse", [0.0, 0.25, 1.0])
+def test_distillation_learns_the_laws_of_the_next_token_by_forward_and_reverse_kl(
+    reverse: float,
+) -> None:
+    target, student = (
+        Decoder.random(tiny_decoder(0, layers).config, layers, torch.float64, ops=DENSE)
+        for layers in (3, 1)
+    )
+    source = ModelSource(Path("tiny"), Kind.DIRECTORY, "tiny")
+    settings = DistilSettings(layers=1, reverse=reverse)
+    recipe = DraftRecipe(student, target, Capture(target, ()), settings, source)
+    batch = pack([Example("a", tuple(range(20, 32)), ((5, 9),))], 12)
+    (roots,) = recipe.roots(batch)
+    assert roots.tolist() == [4, 5, 6, 7]  # rows whose next token the assistant wrote
+    found = recipe.loss(torch.tensor([0]), batch, (roots,))
+    rows = packed_rows(batch.places, batch.documents)
+    told, said = (
+        torch.log_softmax(model.logits(run_target(model, batch.tokens, rows, ())[0][0, 4:8]), -1)
+        for model in (target, student)
+    )
+    forward = F.kl_div(said, told, log_target=True, reduction="sum")
+    backward = F.kl_div(told, said, log_target=True, reduction="sum")
+    expected = (1 - reverse) * forward + reverse * backward
+    assert abs(float(forward - backward)) > 0.1
+    torch.testing.assert_close(found.total.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.steps[0].double(), forward, rtol=1e-5, atol=1e-5)
+    assert int(found.hits) == int((said.argmax(-1) == told.argmax(-1)).sum())

@@ -17,10 +17,11 @@ class ExportFormat(StrEnum):
     EAGLE3_SGLANG = "eagle3-sglang"
     MEDUSA = "medusa"
     VLLM_MEDUSA = "vllm-medusa"
+    HUGGING_FACE = "hugging-face"  # of a language model: a target, or a draft model
 
 
 def export(
-    drafter: Annotated[str, Argument(help="Folder of the drafter, or its name.")],
+    drafter: Annotated[str, Argument(help="Folder or name of the drafter, or of a model.")],
     out: Annotated[Path, Option("--out", help="Folder to write.")],
     form: Annotated[ExportFormat, Option("--format", help="Whose format.")],
     model: Annotated[str | None, Option("--model", "-m", help="The target.")] = None,
@@ -29,14 +30,15 @@ def export(
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON, and only JSON.")] = False,
 ) -> None:
-    """Write a drafter for another engine; it is loaded back and compared number for number."""
+    """Write a drafter, or a model, for another engine; it is loaded back and compared number for number."""
     from foretell.model.hub import resolve
     from foretell.model.load import load_model
     from foretell.training.dense import DENSE
     from foretell.training.export import Format
     from foretell.training.export import export as write
 
-    source, found = resolve(model), resolve(drafter)
+    found = resolve(drafter)
+    source = found if form is ExportFormat.HUGGING_FACE else resolve(model)
     target = load_model(source, dtype="bfloat16", ops=DENSE)
     write(found.path, target, Format(form.value), out, target_name or source.name)
     files = sorted(path.name for path in out.iterdir())

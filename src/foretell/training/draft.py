@@ -6,7 +6,6 @@ Forward KL covers what the target may say, reverse KL keeps to what it says most
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,18 +13,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.hub import ModelSource, resolve
 from foretell.model.layers import fill
 from foretell.model.load import load_model
 from foretell.model.tokenizer import load_tokenizer
-from foretell.model.weights import hugging_face, table
 from foretell.training.capture import Capture
 from foretell.training.data import Packed
 from foretell.training.dense import empty_steps, packed_rows, trainable
+from foretell.training.model_folder import check_plain, save_model
 from foretell.training.recipe import Loss, roots_ahead
-from foretell.training.save import layer_fields, write
 
 ROWS = 2048  # whose logits exist at a time
 
@@ -53,7 +50,7 @@ def student_of(target: Decoder, source: ModelSource, settings: DistilSettings) -
     """The model to be trained, in float32 or wider.
 
     Raises:
-        ValueError: its vocabulary is not the target's, or the target has too few layers.
+        ValueError: its vocabulary is not the target's, the target has too few layers, or it could not be written.
     """
     wide = torch.promote_types(target.dtype, torch.float32)
     if settings.model is None:
@@ -73,6 +70,7 @@ def student_of(target: Decoder, source: ModelSource, settings: DistilSettings) -
                 f"draft model {settings.model!r} has {student.config.vocab_size} logits, the target "
                 f"{target.config.vocab_size}; only equal ones can be distilled"
             )
+    check_plain(student.config)  # before hours of training, not at their end
     trainable(list(dict.fromkeys(student.parameters())))
     return student
 
@@ -158,39 +156,4 @@ class DraftRecipe:
 
     def save(self, folder: Path) -> None:
         """See Recipe: a model folder in Hugging Face's layout, tokenizer included."""
-        config = self.student.config
-        if config.family != "llama" and not _is_plain(config):
-            raise ValueError(f"a draft model of the {config.family} family cannot be written yet")
-        tensors: dict[str, Tensor] = {}
-        for entry in table(config, hugging_face(config), config.tied):
-            value = self.student.get_parameter(entry.parameter)
-            sizes = [source.shape[entry.dim] for source in entry.sources]
-            for source, piece in zip(
-                entry.sources, torch.split(value, sizes, entry.dim), strict=True
-            ):
-                tensors[source.name] = piece
-        fields = layer_fields(config, self.dtype)
-        ends = list(config.eos_token_ids)
-        more = {
-            "model_type": "qwen2" if config.qkv_bias else "llama",
-            "architectures": ["Qwen2ForCausalLM" if config.qkv_bias else "LlamaForCausalLM"],
-            "tie_word_embeddings": config.tied,
-            "bos_token_id": config.bos_token_id,
-            "eos_token_id": ends[0] if len(ends) == 1 else ends,
-        }
-        write(folder, tensors, {**fields, **more}, self.dtype)
-        _write_tokenizer(self.source, folder)
-
-
-def _is_plain(config: ModelConfig) -> bool:
-    """Llama's shape, with or without biases on queries, keys and values: what can be written."""
-    return config.family == "qwen2" and not config.qk_norm and not config.experts
-
-
-def _write_tokenizer(source: ModelSource, folder: Path) -> None:
-    if source.path.is_dir():
-        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-            if (source.path / name).exists():
-                shutil.copy2(source.path / name, folder / name)
-        return
-    load_tokenizer(source).save_pretrained(str(folder))
+        save_model(folder, self.student, self.source, self.dtype)

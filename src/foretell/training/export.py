@@ -4,7 +4,8 @@ From a folder that our engine loads (EAGLE-3 in speculators' or any raw format, 
 - `speculators`: EAGLE-3 for vLLM;
 - `eagle3-sglang`: EAGLE-3 with SafeAILab's and SpecForge's names, layer ids in their sense;
 - `medusa`: FasterDecoding's names;
-- `vllm-medusa`: vLLM's names, with the target's output layer inside where the heads share it.
+- `vllm-medusa`: vLLM's names, with the target's output layer inside where the heads share it;
+- `hugging-face`: a language model (a target in a GGUF file, a distilled draft) for transformers, vLLM and SGLang.
 Invariant: what is read back gives the same numbers, parameter for parameter.
 """
 
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor
 
 from foretell.model.decoder import Decoder
+from foretell.model.hub import Kind, ModelSource
+from foretell.model.load import load_model
 from foretell.spec.checkpoint.eagle import EagleReading
 from foretell.spec.checkpoint.eagle3 import read_eagle3
 from foretell.spec.checkpoint.load import identify
@@ -27,6 +30,7 @@ from foretell.spec.checkpoint.medusa import MedusaReading, read_medusa
 from foretell.spec.checkpoint.recognise import Family
 from foretell.spec.checkpoint.source import Checkpoint, open_checkpoint
 from foretell.spec.eagle import Eagle3Net
+from foretell.training.model_folder import save_model
 from foretell.training.save import DraftCard, save_eagle3, save_medusa, write
 
 
@@ -37,6 +41,7 @@ class Format(StrEnum):
     EAGLE3_SGLANG = "eagle3-sglang"
     MEDUSA = "medusa"
     VLLM_MEDUSA = "vllm-medusa"
+    HUGGING_FACE = "hugging-face"
 
 
 _FAMILY = {
@@ -44,6 +49,7 @@ _FAMILY = {
     Format.EAGLE3_SGLANG: Family.EAGLE3,
     Format.MEDUSA: Family.MEDUSA,
     Format.VLLM_MEDUSA: Family.MEDUSA,
+    Format.HUGGING_FACE: Family.DRAFT_MODEL,
 }
 
 
@@ -51,7 +57,7 @@ def export(folder: Path, target: Decoder, wanted: Format, out: Path, target_name
     """Write a drafter in another format, load it back and compare.
 
     Args:
-        target: the model it drafts for, built on dense operations.
+        target: the model it drafts for, built on dense operations; of a language model (`hugging-face`), itself.
         target_name: what the drafter shall call it.
 
     Raises:
@@ -61,13 +67,16 @@ def export(folder: Path, target: Decoder, wanted: Format, out: Path, target_name
     if out.resolve() == folder.resolve():
         raise ValueError(f"--out {out} is the drafter's own folder; give another")
     identified = identify(folder)
-    assert identified.checkpoint is not None, "a folder of tensors"
     if identified.family is not _FAMILY[wanted]:
         fitting = [f.value for f in Format if _FAMILY[f] is identified.family]
         raise ValueError(
             f"{folder.name} is a checkpoint of {identified.family.value!r}; format {wanted.value!r} is for "
             f"{_FAMILY[wanted].value!r}. Formats for it: {', '.join(fitting) or 'none'}"
         )
+    if identified.family is Family.DRAFT_MODEL:
+        _export_model(folder, target, out)
+        return
+    assert identified.checkpoint is not None, "a folder of tensors"
     if identified.family is Family.EAGLE3:
         _export_eagle3(identified.checkpoint, target, wanted, out, target_name)
     else:
@@ -193,6 +202,14 @@ def _as_vllm(out: Path, reading: MedusaReading, target: Decoder, card: DraftCard
         "logit_scale": net.scale,
     }
     write(out, tensors, config, card.dtype)
+
+
+def _export_model(path: Path, model: Decoder, out: Path) -> None:
+    kind = Kind.DIRECTORY if path.is_dir() else Kind.GGUF
+    save_model(out, model, ModelSource(path, kind, path.name), model.dtype)
+    dtype = str(model.dtype).removeprefix("torch.")
+    back = load_model(ModelSource(out, Kind.DIRECTORY, out.name), dtype=dtype, ops=model.ops)
+    _check(_same(model.named_parameters(), back.named_parameters()), out)
 
 
 def _same(left: Any, right: Any) -> bool:
