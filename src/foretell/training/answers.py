@@ -151,19 +151,24 @@ def continue_file(path: Path, header: Header) -> set[str]:
     Raises:
         ValueError: the file is of another target or template, or broken elsewhere.
     """
-    if not path.exists() or path.stat().st_size == 0:
+    if not _mended(path):
         path.write_text(header.line(), "utf-8")
         return set()
+    return {example.id for example in read_answers(path, header)}
+
+
+def _mended(path: Path) -> bool:
+    """Cut off a broken last line; False where nothing is left, or nothing was."""
+    if not path.exists():
+        return False
     content = path.read_bytes()
     whole = content.rfind(b"\n") + 1
     last = content[content.rfind(b"\n", 0, max(0, whole - 1)) + 1 : whole]
-    if whole < len(content) or not _is_json(last):
-        keep = whole if _is_json(last) else whole - len(last)
+    keep = whole if _is_json(last) else whole - len(last)
+    if keep < len(content):
         with path.open("r+b") as file:
             file.truncate(keep)
-        if keep == 0:
-            return continue_file(path, header)
-    return {example.id for example in read_answers(path, header)}
+    return keep > 0
 
 
 def _is_json(line: bytes) -> bool:
@@ -189,13 +194,44 @@ def _jobs(
 
 
 def written_by_target(
-    count: int, engine: Engine, tokenizer: Tokenizer, queued: int, seed: int = 0
+    path: Path, count: int, engine: Engine, tokenizer: Tokenizer, queued: int, seed: int = 0
 ) -> list[Asked]:
     """Prompts that the target writes itself: it continues the chat template where the user's text would begin.
 
+    Args:
+        path: where they are kept, line by line as they come; a run that was cut short goes on from there.
+        count: texts to write; those of less than three words are no prompts and are left out.
+        queued: requests in the engine at a time.
+
     Raises:
-        ValueError: the template does not show the user's text as it is, or nothing usable was written.
+        ValueError: the template does not show the user's text as it is, nothing usable was written, or the file is of
+            another target or template.
+        OSError: the disk is full; what was written stays.
     """
+    start = _user_turn(tokenizer)
+    header = Header(template_of(tokenizer), engine.vocab_size)
+    said = _continue_prompts(path, header)
+    params = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=SYNTHETIC_TOKENS)
+    jobs = (
+        Job(name, start, request_seed(seed + 1, i))
+        for i, name in ((i, f"synthetic-{i}") for i in range(count))
+        if name not in said
+    )
+    with path.open("a", encoding="utf-8") as file:
+        for job, tokens in complete(engine, jobs, params, queued):
+            text = tokenizer.decode(
+                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            said[job.id] = text.strip()
+            file.write(json.dumps({"id": job.id, "prompt": said[job.id]}) + "\n")
+    names = [name for i in range(count) if len(said.get(name := f"synthetic-{i}", "").split()) > 2]
+    if not names:
+        raise ValueError("the target wrote no usable prompt; give --data with prompts instead")
+    return [Asked(name, ({"role": "user", "content": said[name]},)) for name in names]
+
+
+def _user_turn(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens of a chat up to where the user's text begins."""
     message = {"role": "user", "content": _MARK}
     text = encode_chat([message], tokenizer, ChatOptions(), "synthetic prompt").text or ""
     head, found, _ = text.partition(_MARK)
@@ -204,17 +240,19 @@ def written_by_target(
             "synthetic prompts need a chat template that writes the user's text after some words of its own; give "
             "--data with prompts instead"
         )
-    start = tuple(tokenizer.encode(head, add_special_tokens=False))
-    params = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=SYNTHETIC_TOKENS)
-    jobs = (Job(f"synthetic-{i}", start, request_seed(seed + 1, i)) for i in range(count))
-    prompts: dict[str, str] = {}
-    for job, tokens in complete(engine, jobs, params, queued):
-        said = tokenizer.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        ).strip()
-        if len(said.split()) > 2:
-            prompts[job.id] = said
-    if not prompts:
-        raise ValueError("the target wrote no usable prompt; give --data with prompts instead")
-    order = sorted(prompts, key=lambda name: int(name.rpartition("-")[2]))
-    return [Asked(name, ({"role": "user", "content": prompts[name]},)) for name in order]
+    return tuple(tokenizer.encode(head, add_special_tokens=False))
+
+
+def _continue_prompts(path: Path, header: Header) -> dict[str, str]:
+    """What was written by an earlier run, by id."""
+    if not _mended(path):
+        path.write_text(header.line(), "utf-8")
+        return {}
+    first, *lines = path.read_text("utf-8").split("\n")
+    if first + "\n" != header.line():
+        raise ValueError(
+            f"{path} holds prompts that a target with another template or vocabulary wrote; remove it, or give another "
+            "--out"
+        )
+    found = [json.loads(line) for line in lines if line]
+    return {one["id"]: one["prompt"] for one in found}
