@@ -16,12 +16,17 @@ from typing import TYPE_CHECKING, Any
 from foretell.config import DraftCheckpoint, EngineConfig, TreeSpec
 from foretell.engine.build import engine_around
 from foretell.engine.engine import Engine
+from foretell.model.hub import Kind, ModelSource
+from foretell.model.load import load_model
 from foretell.runner.build import Parts, assemble
 from foretell.sampling_params import SamplingParams
+from foretell.spec.autoregressive import DraftModelDrafter
 from foretell.spec.checkpoint.load import Wanted, identify, load_drafter
+from foretell.spec.checkpoint.recognise import Family
 from foretell.spec.drafter import NoDrafter
 from foretell.spec.tree_spec import read_tree
 from foretell.spec.verify import Acceptance
+from foretell.spec.vocabulary import same
 
 if TYPE_CHECKING:
     from foretell.model.decoder import Decoder
@@ -120,13 +125,19 @@ class Checker:
             tree=None if folder is None else self.tree,
             adaptive=False,  # what the drafter can do, and not what would be fastest here
         )
+        return engine_around(assemble(config, self._parts(folder, config), tokenizer=None), config)
+
+    def _parts(self, folder: Path | None, config: EngineConfig) -> Parts:
+        """The target and what drafts for it."""
         if folder is None:
-            parts = Parts(self.target, NoDrafter(), self.target.dtype)
-            return engine_around(assemble(config, parts, tokenizer=None), config)
+            return Parts(self.target, NoDrafter(), self.target.dtype)
+        identified = identify(folder)
+        if identified.family is Family.DRAFT_MODEL:
+            return self._draft_model(folder)
         tree = None if config.tree is None else read_tree(config.tree, None)
         wanted = Wanted(tree=tree, tokens=self.tokens if tree is None else None)
-        loaded = load_drafter(identify(folder), self.target, Acceptance.MATCH, wanted)
-        parts = Parts(
+        loaded = load_drafter(identified, self.target, Acceptance.MATCH, wanted)
+        return Parts(
             self.target,
             loaded.drafter,
             self.target.dtype,
@@ -136,7 +147,22 @@ class Checker:
             scratch=loaded.scratch,
             longest=loaded.longest,
         )
-        return engine_around(assemble(config, parts, tokenizer=None), config)
+
+    def _draft_model(self, folder: Path) -> Parts:
+        """A model that was distilled here: it has the target's own tokens."""
+        target, source = self.target, ModelSource(folder, Kind.DIRECTORY, folder.name)
+        dtype = str(target.dtype).removeprefix("torch.")
+        model = load_model(source, dtype=dtype, device=target.device, ops=target.ops)
+        size = target.config.vocab_size
+        vocabulary = same(size, model.config.vocab_size, size, target.device)
+        drafter = DraftModelDrafter(model, vocabulary, Acceptance.MATCH)
+        return Parts(
+            target,
+            drafter,
+            model.dtype,
+            draws=drafter.draws,
+            longest=model.config.max_position,
+        )
 
     def acceptance(self, folder: Path) -> Mapping[str, Accepted]:
         """What a folder's drafter reaches."""

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch import Tensor
 
 from foretell.training.data import Packed
 from foretell.training.recipe import Loss, Recipe
+
+LONGEST_WAIT = timedelta(days=2)  # of one process for another; torchrun sees one that died
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class LoopSettings:
         clip: longest gradient.
         check_every: steps between two checks in the engine, each of which also saves; None = at the end only.
         report_every: steps between two reports.
+        check_first: check before the first step too; what is trained is kept only if it is better than that.
     """
 
     steps: int | None = None
@@ -51,6 +55,7 @@ class LoopSettings:
     clip: float = 1.0
     check_every: int | None = None
     report_every: int = 20
+    check_first: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -97,7 +102,8 @@ class Processes:
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world == 1:
             return cls()
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # The first process answers and checks alone while the others wait: for hours, if there is much to answer.
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=LONGEST_WAIT)
         return cls(dist.get_rank(), world)
 
 
@@ -154,6 +160,8 @@ class Loop:
         self.resume()
         started, before = time.monotonic(), self.state.seconds
         meter, until = _Meter(self), None if stop_after is None else self.state.step + stop_after
+        if self.settings.check_first and not self.state.step:
+            self._check()
         while not self._finished():
             losses = self._step()
             self.state.step += 1

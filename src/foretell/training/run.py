@@ -10,7 +10,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,9 @@ def run(plan: Plan, hooks: Hooks | None = None) -> dict[str, Any]:
     processes = Processes.join(device)
     if device.type == "cuda" and processes.world > 1:
         device = torch.device("cuda", processes.rank % torch.cuda.device_count())
+    if plan.capture_dir is not None and processes.world > 1:  # each sees other rows
+        own = plan.capture_dir / f"process-{processes.rank}"
+        plan = replace(plan, capture_dir=own, capture_bytes=plan.capture_bytes // processes.world)
     source = resolve(plan.model)
     plan.work.mkdir(parents=True, exist_ok=True)
     examples = texts(plan, source, hooks, processes)
@@ -100,8 +103,11 @@ def run(plan: Plan, hooks: Hooks | None = None) -> dict[str, Any]:
         for file in trial.iterdir():
             shutil.copy2(file, plan.out / file.name)
 
+    # Where there is a drafter before any training, the report says what training gave.
+    begun = bool(questions) and (plan.kind == "draft" or plan.initial is not None)
+    settings = replace(plan.loop, check_first=plan.loop.check_first or begun)
     loop = Loop(
-        recipe, packed, plan.loop, plan.work, stamp_of(plan, dense.config, facts), device,
+        recipe, packed, settings, plan.work, stamp_of(plan, dense.config, facts), device,
         processes, check, hooks.training, keep,
     )  # fmt: skip
     state = loop.run()
@@ -168,8 +174,9 @@ def answer(plan: Plan, asked: list[Asked], path: Path, hooks: Hooks) -> None:
     engine, made = build_engine(config)
     tokenizer: Any = made
     if plan.synthetic:
+        own = path.with_name("prompts.jsonl")
         asked = asked + written_by_target(
-            plan.synthetic, engine, tokenizer, 2 * settings.requests, plan.loop.seed
+            own, plan.synthetic, engine, tokenizer, 2 * settings.requests, plan.loop.seed
         )
     params = SamplingParams(
         temperature=settings.temperature, max_tokens=settings.max_tokens, detokenize=False
@@ -205,6 +212,8 @@ def _split(
         raise ValueError(
             f"{len(examples)} texts are too few to keep one for the checks; give more prompts"
         )
+    # Answers lie in the order they ended in, which an interruption changes.
+    examples = sorted(examples, key=lambda example: example.id)
     every = len(examples) // kept
     held = set(range(0, kept * every, every))
     questions = [
@@ -235,7 +244,7 @@ def _checker(
     questions: Sequence[Question],
     processes: Processes,
 ) -> Checker | None:
-    if not questions or processes.rank or plan.kind == "draft":
+    if not questions or processes.rank:
         return None
     dtype = str(dense.dtype).removeprefix("torch.")
     target = load_model(source, dtype=dtype, device=device)
