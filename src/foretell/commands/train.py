@@ -7,6 +7,7 @@ goes on where it was.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -165,6 +166,8 @@ def train(
     )
     with shown(plan) as hooks:
         report = run(plan, hooks)
+    if os.environ.get("RANK", "0") != "0":
+        return  # one process of torchrun; the first one tells
     if as_json:
         print(json.dumps(report))
     else:

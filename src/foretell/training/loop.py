@@ -106,6 +106,12 @@ class Processes:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=LONGEST_WAIT)
         return cls(dist.get_rank(), world)
 
+    def leave(self) -> None:
+        """Leave the group, once all have come so far."""
+        if self.world > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+
 
 class Loop:
     """Trains a recipe on packed rows.

@@ -56,15 +56,15 @@ class Hooks:
 
 
 def run(plan: Plan, hooks: Hooks | None = None) -> dict[str, Any]:
-    """Train a drafter; returns the report, which is also in `training/report.json`.
+    """Train a drafter; returns the report, which is also in `training/report.json` (the first process writes it).
 
     Raises:
         ValueError: the data, the target, or a run found in the folder does not fit; nothing is lost.
         OSError: the disk is full; the same plan goes on from there once there is room.
     """
-    hooks = hooks or Hooks()
     device = resolve_device(plan.device)
     processes = Processes.join(device)
+    hooks = Hooks() if hooks is None or processes.rank else hooks  # the first one speaks for all
     if device.type == "cuda" and processes.world > 1:
         device = torch.device("cuda", processes.rank % torch.cuda.device_count())
     if plan.capture_dir is not None and processes.world > 1:  # each sees other rows
@@ -126,6 +126,7 @@ def run(plan: Plan, hooks: Hooks | None = None) -> dict[str, Any]:
         if checker is not None and plan.predict:
             report["predicted"] = predict(checker, plan.out, state.best)
         (plan.work / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    processes.leave()
     return report
 
 
