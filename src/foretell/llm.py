@@ -163,7 +163,9 @@ class LLM:
         # Here, so that importing foretell needs no torch.
         from foretell.engine.build import build_engine
         from foretell.model.hub import resolve
+        from foretell.planning import refuse_too_large
 
+        refuse_too_large(config)
         recorder = Recorder()
         engine, made = build_engine(config, recorder)
         self._start(config, engine, cast("Tokenizer", made), recorder, template)

@@ -21,7 +21,16 @@ from foretell.model.load import load_config, read_json, resolve_dtype
 from foretell.ops.table import REFERENCE
 from foretell.runner.build import GRAPHS, LARGEST_CPU_POOL
 from foretell.runner.memory import device_bytes, weights_bytes
-from foretell.runner.memory_plan import GIB, MIB, MemoryPlan, Model, Part, Shape, make_plan
+from foretell.runner.memory_plan import (
+    GIB,
+    HIGHEST_UTILIZATION,
+    MIB,
+    MemoryPlan,
+    Model,
+    Part,
+    Shape,
+    make_plan,
+)
 from foretell.spec.checkpoint.load import identify
 from foretell.spec.checkpoint.recognise import Family
 from foretell.spec.drafter import KVSpec
@@ -105,6 +114,39 @@ def plan_memory(config: EngineConfig, device: Device | None = None) -> MemoryPla
         taken=_runtime(device, model, drafting, dtype),
         kv_bytes=config.kv_cache_memory_bytes,
         largest_pool=None if device.gpu else LARGEST_CPU_POOL,
+    )
+
+
+def refuse_too_large(config: EngineConfig, device: Device | None = None) -> None:
+    """Stop before anything is read or downloaded where the weights alone are more than the memory.
+
+    What fits only just is left to the engine, which knows more once it has loaded.
+
+    Raises:
+        ValueError: they are; the message has the figures, and what helps.
+    """
+    try:
+        plan = plan_memory(config, device)
+    except ValueError:
+        return  # the load says what is wrong with a config, in words of its own
+    drafter = 0 if plan.drafter is None else plan.drafter.bytes
+    share = 1.0 if config.kv_cache_memory_bytes is not None else plan.utilization
+    weights, room = plan.target.bytes + drafter, int(share * plan.total)
+    if weights <= room:
+        return
+    cures = []
+    if share < HIGHEST_UTILIZATION and weights <= HIGHEST_UTILIZATION * plan.total:
+        cures.append(f"raise gpu_memory_utilization to {HIGHEST_UTILIZATION:g}")
+    if plan.shape.itemsize > 2:
+        cures.append(f"dtype='bfloat16' ({weights * 2 // plan.shape.itemsize / MIB:,.0f} MiB)")
+    if drafter:
+        cures.append(f"draft without weights, as ngram does ({plan.target.bytes / MIB:,.0f} MiB)")
+    cures.append("a smaller model, or a device with more memory")
+    with_drafter = f" and those of its drafter {drafter / MIB:,.0f} MiB" if drafter else ""
+    raise ValueError(
+        f"model {plan.target.name!r} does not fit in memory: its weights take {plan.target.bytes / MIB:,.0f} MiB"
+        f"{with_drafter}, and {room / MIB:,.0f} MiB may be used ({share:g} of the {plan.total / MIB:,.0f} MiB that "
+        f"there are). Nothing was read. What helps, the cheapest first: {'; '.join(cures)}"
     )
 
 

@@ -11,13 +11,14 @@ import torch
 from lab import draft_model, make_lab, tiny_decoder
 from typer.testing import CliRunner
 
+from foretell import LLM
 from foretell.cli import app
 from foretell.config import EngineConfig
 from foretell.doctor.evidence import Evidence
 from foretell.doctor.findings import diagnose
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
-from foretell.planning import Device, decoder_model, plan_memory, read_bytes
+from foretell.planning import Device, decoder_model, plan_memory, read_bytes, refuse_too_large
 from foretell.runner.memory import drafter_bytes, weights_bytes
 from foretell.runner.memory_plan import GIB, MIB, Model, Shape, divide, explain, make_plan, remedies
 from foretell.sampling_params import SamplingParams
@@ -276,3 +277,35 @@ def test_a_load_that_does_not_fit_says_what_helps_and_the_doctor_knows_it() -> N
     assert "lower max_model_len from 160 to 80" in said
     assert "draft 3 tokens instead of 6" in said
     assert diagnose(Evidence(method="draft_model", load_error=said))[0].code == "out_of_memory"
+
+
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """The folder has no weights at all: whoever looks for them fails with another message."""
+    huge = folder(tmp_path / "huge", {**LLAMA, "num_hidden_layers": 32_000})
+    with pytest.raises(
+        ValueError, match=r"'huge' does not fit in memory.*Nothing was read"
+    ) as caught:
+        LLM(huge)
+    said = str(caught.value)
+    assert "13,31" in said.split("MiB")[0], "the figure is not that of 32,000 layers"
+    assert "a smaller model" in said
+    assert diagnose(Evidence(load_error=said))[0].code == "out_of_memory"
+
+
+def test_the_weights_that_do_not_fit_are_named_with_what_would_make_them_fit(
+    tmp_path: Path,
+) -> None:
+    model, head = folder(tmp_path / "m", LLAMA), folder(tmp_path / "head", EAGLE3)
+    config = config_with(model, model=head, method="eagle3", num_speculative_tokens=3)
+    refuse_too_large(
+        config, Device(True, 18 * GIB)
+    )  # fits; how much is left is the engine's to say
+    with pytest.raises(ValueError, match="draft without weights, as ngram does") as caught:
+        refuse_too_large(config, Device(True, 16 * GIB))
+    assert "15,317 MiB and those of its drafter" in str(caught.value)
+    assert "14,746 MiB may be used (0.9 of the 16,384 MiB that there are)" in str(caught.value)
+    with pytest.raises(ValueError, match=r"raise gpu_memory_utilization to 0\.97"):
+        refuse_too_large(config_with(model), Device(True, 16 * GIB))
+    wide = replace(config_with(model), dtype="float32")
+    with pytest.raises(ValueError, match=r"dtype='bfloat16' \(15,317 MiB\)"):
+        refuse_too_large(wide, Device(True, 20 * GIB))
