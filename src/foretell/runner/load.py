@@ -83,8 +83,10 @@ def find_drafter(config: EngineConfig, draft: DraftCheckpoint, target: ModelSour
     source = target if draft.model is None else _resolve_draft(draft.model, draft.revision)
     local = source.path.name if Path(source.name).expanduser().exists() else source.name
     found = Found(source, identify(source.path, draft.method, local))
-    _check_keys(draft, found.identified.family, local)
-    if found.identified.family is Family.DRAFT_MODEL:
+    family, evidence = found.identified.family, found.identified.evidence
+    log.info("speculative model %s: %s, by %s", local, family.value, evidence)
+    _check_keys(draft, family, local)
+    if family is Family.DRAFT_MODEL:
         if draft.num_speculative_tokens is None and config.tree is None:
             raise ValueError(NO_COUNT)
         static_tree(config.speculation)

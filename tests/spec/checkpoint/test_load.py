@@ -143,8 +143,8 @@ def test_what_was_recognised_and_decided_is_told_once(
     with caplog.at_level(logging.INFO, "foretell"):
         load(tmp_path / "draft", "eagle3")
     told = [record.getMessage() for record in caplog.records]
+    assert identify(tmp_path / "draft").evidence.startswith("a hidden_norm")
     for words in (
-        "eagle3, by a hidden_norm",
         "target layers [2, 3, 4]",
         "rotary base 10000",
         "tree: grown",

@@ -108,13 +108,11 @@ def identify(path: Path, method: str | None = None, name: str | None = None) -> 
             raise ValueError(
                 f"method {method!r} was given, but {path.name} is a GGUF file, which holds a draft model"
             )
-        log.info("speculative model %s: %s, by its GGUF file", path.name, Family.DRAFT_MODEL.value)
         return Identified(None, Family.DRAFT_MODEL, "its GGUF file")
     checkpoint = open_checkpoint(path, name)
     found: Recognised = recognise(checkpoint)
     family = check_method(method, found, checkpoint)
     evidence = found.evidence if family is found.family else "the method given"
-    log.info("speculative model %s: %s, by %s", checkpoint.name, family.value, evidence)
     return Identified(checkpoint, family, evidence)
 
 
