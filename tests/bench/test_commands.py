@@ -387,10 +387,14 @@ def test_without_httpx_the_error_says_what_to_install(
 
 
 def test_the_drafter_asked_for_is_the_one_measured() -> None:
+    """Where none is: what comes with the default model, and n-gram for any other."""
+    from foretell.model.hub import DEFAULT_DRAFTER, HEADS
     from foretell.options import EngineOptions
 
     asked = bench_options.asked_variant
-    assert asked(EngineOptions()).drafter == "ngram"
+    assert asked(EngineOptions(model="models/m")).drafter == "ngram"
+    shipped = DEFAULT_DRAFTER if (HEADS / DEFAULT_DRAFTER).is_dir() else "ngram"
+    assert asked(EngineOptions()).drafter == shipped
     given: Variant = asked(EngineOptions(speculate_model="models/d", num_speculative_tokens=4))
     assert (given.drafter, given.k) == ("models/d", 4)
     assert (

@@ -193,7 +193,7 @@ def on_gpu(engine: EngineOptions) -> bool:
 
 
 def asked_variant(engine: EngineOptions) -> Variant:
-    """The drafter that the options ask for, else n-gram, which needs no weights."""
+    """The drafter that the options ask for, else the default model's own head, else n-gram, which needs no weights."""
     arguments = engine.with_drafts().arguments()
     config = dict(arguments.get("speculative_config") or {})
     model, count = arguments.get("speculate_model"), arguments.get("num_speculative_tokens")
