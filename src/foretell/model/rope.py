@@ -81,8 +81,13 @@ def rotation(
 
 
 def inverse_frequencies(rope: Rope, device: torch.device) -> Tensor:
-    """[dim / 2] float32 angle per position of each channel pair."""
-    exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32, device=device) / rope.dim
+    """[dim / 2] float32 angle per position of each channel pair.
+
+    Reckoned on the host whatever the device: the same bits everywhere, and a power on the meta device would import
+    the whole of torch's decompositions (140 MiB).
+    """
+    host = torch.device("cpu")
+    exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32, device=host) / rope.dim
     plain = 1.0 / rope.base**exponents
     match rope.scaling:
         case Scaling.LINEAR:
@@ -94,8 +99,8 @@ def inverse_frequencies(rope: Rope, device: torch.device) -> Tensor:
         case Scaling.NONE | Scaling.DYNAMIC | Scaling.LONGROPE:
             pass
     if rope.divisors:
-        plain = plain / torch.tensor(rope.divisors, dtype=torch.float32, device=device)
-    return plain
+        plain = plain / torch.tensor(rope.divisors, dtype=torch.float32, device=host)
+    return plain.to(device)
 
 
 def _dynamic(rope: Rope, positions: Tensor) -> Tensor:
