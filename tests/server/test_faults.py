@@ -6,13 +6,25 @@ import asyncio
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 import torch
 from lab import ScriptedDrafter, tiny_decoder
-from serving_lab import MODEL, VOCABULARY, Live, drafting, start, tiny_llm, wait_for
+from serving_lab import (
+    MODEL,
+    PATIENCE,
+    VOCABULARY,
+    Gate,
+    Live,
+    drafting,
+    start,
+    tiny_llm,
+    wait_for,
+)
 
+from foretell.engine.request import Request
 from foretell.model.decoder import Decoder
 from foretell.sampling_params import SamplingParams
 from foretell.spec.drafter import Draft, Window
@@ -252,25 +264,35 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
 
 
 def test_priorities_decide_who_goes_first() -> None:
-    live = start(tiny_llm(max_num_seqs=1, scheduling_policy="priority", max_model_len=400))
+    """The order is the engine's own, of four requests that it all knew before the first of them went on."""
+    gate = Gate()
+    live = start(
+        tiny_llm(target=gate.target, max_num_seqs=1, scheduling_policy="priority"),
+    )
+    engine = live.engine
+    order: list[int] = []
+    admitted = engine.watcher.admitted
+
+    def noted(request: Request) -> None:
+        order.append(request.priority)
+        admitted(request)
+
+    engine.watcher.admitted = noted  # type: ignore[method-assign,union-attr]
+
+    def one(priority: int) -> httpx.Response:
+        return ask(live, "abc", max_tokens=3, priority=priority, ignore_eos=True)
+
     try:
-        ended: list[int] = []
-
-        def one(priority: int) -> None:
-            assert ask(live, "abc", max_tokens=60, priority=priority, ignore_eos=True).is_success
-            ended.append(priority)
-
-        first = threading.Thread(target=one, args=(-9,))
-        first.start()
-        wait_for(lambda: live.server.bridge.open == 1)
-        rest = [threading.Thread(target=one, args=(p,)) for p in (5, 1, 3)]
-        for place, thread in enumerate(rest):
-            thread.start()
-            wait_for(lambda place=place: live.server.bridge.open == place + 2)
-        for thread in (first, *rest):
-            thread.join()
-        assert ended == [-9, 1, 3, 5]
+        with ThreadPoolExecutor() as pool:
+            answers = [pool.submit(one, -9)]
+            assert gate.reached.wait(PATIENCE)
+            answers += [pool.submit(one, priority) for priority in (5, 1, 3)]
+            wait_for(lambda: live.server.bridge._inbox.qsize() == 3)
+            gate.open()
+            assert all(answer.result().is_success for answer in answers)
+        assert order == [-9, 1, 3, 5]
     finally:
+        gate.open()
         live.close()
 
 

@@ -32,6 +32,7 @@ from foretell.spec.vocabulary import same
 VOCABULARY = 272
 EOS = 2
 MODEL = "tiny"
+PATIENCE = 120.0  # seconds that a test waits for what must come, on a machine with much else to do
 
 
 def drafting(seed: int) -> DraftModelDrafter:
@@ -70,6 +71,27 @@ def tiny_llm(
     recorder = Recorder()
     engine = engine_around(assemble(full, parts, tokenizer), full, recorder)
     return LLM.around(full, engine, tokenizer, recorder)  # type: ignore[arg-type]
+
+
+class Gate:
+    """The tiny target behind a gate: while it is shut, a pass of the target waits, and the engine with it."""
+
+    def __init__(self) -> None:
+        self.target = tiny_decoder(0, vocabulary=VOCABULARY)
+        self.reached = threading.Event()  # a pass waits, or has waited
+        self._open = threading.Event()
+        self._plain = self.target.logits
+        self.target.logits = self._logits  # type: ignore[method-assign]
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not self._open.is_set():
+            self.reached.set()
+            assert self._open.wait(PATIENCE), "nobody opened the gate"
+        return self._plain(hidden)
+
+    def open(self) -> None:
+        """Let the passes through from here on."""
+        self._open.set()
 
 
 @dataclass
@@ -117,11 +139,11 @@ class Live:
 
     def close(self) -> None:
         self.process.should_exit = True
-        self._thread.join(timeout=30)
+        self._thread.join(timeout=PATIENCE)
         self.server.bridge.stop()
         assert not self._thread.is_alive(), "the server does not end"
 
-    def idle(self, timeout: float = 20.0) -> None:
+    def idle(self, timeout: float = PATIENCE) -> None:
         """Wait until nothing runs, and prove that nothing leaked."""
         wait_for(lambda: self.server.bridge.open == 0 and not self.engine.has_work(), timeout)
         scheduler = self.engine.scheduler
@@ -140,7 +162,7 @@ def start(llm: LLM | None = None, **settings: object) -> Live:
     )
 
 
-def wait_for(true: Callable[[], bool], timeout: float = 20.0) -> None:
+def wait_for(true: Callable[[], bool], timeout: float = PATIENCE) -> None:
     """Until it is true."""
     deadline = time.monotonic() + timeout
     while not true():
